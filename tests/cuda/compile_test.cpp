@@ -29,6 +29,7 @@
 #include "cuda/engine/choose.h"
 #include "cuda/engine/mma_rate.h"
 #include "cuda/engine/reachable.h"
+#include "cuda/portable/forward.h"
 #include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/decode_candidates.h"
 #include "cuda/sm90/families.h"
@@ -371,7 +372,7 @@ std::vector<Problem> backward_problems() {
 /// A forward kernel of a head dim.
 KernelRequest some_kernel(int64_t d) {
   std::vector<std::string> rejected;
-  return all_candidates(forward_problem({.d = d}), architecture_of(kTarget)->families, {},
+  return all_candidates(forward_problem({.d = d}), architecture_of(kTarget).families, {},
                         &rejected)
       .at(0)
       ->kernels()
@@ -510,7 +511,7 @@ std::vector<KernelRequest> requests_of_plans() {
   };
   // The decode kernel, which is among the candidates of most problems, has problems of its own.
   for (const Problem& problem : all) {
-    for_reachable(problem, *architecture_of(kTarget), [&](const Candidates& candidates) {
+    for_reachable(problem, kTarget, [&](const Candidates& candidates) {
       const auto other = std::ranges::find_if(
           candidates, [](const auto& c) { return c->tile.family != "sm90_decode"; });
       if (other != candidates.end()) add(**other);
@@ -532,7 +533,7 @@ std::vector<KernelRequest> requests_of_plans() {
                                    backward_problem({.d = d, .mask = causal()}),
                                    backward_problem({.d = d, .mask = causal(), .dropout = 0.1})}) {
       std::vector<std::string> rejected;
-      const auto families = architecture_of(kTarget)->families;
+      const auto families = architecture_of(kTarget).families;
       for (const auto& candidate : all_candidates(problem, families, {}, &rejected))
         add(*candidate);
     }
@@ -541,28 +542,33 @@ std::vector<KernelRequest> requests_of_plans() {
   return enough_of(reachable);
 }
 
-// No kernel spills registers or serializes its products. A run compiles a sample that changes every
-// day; with FULGUR_COMPILE_ALL=1 it compiles every kernel (`make test-kernels`).
-TEST_F(Compile, EveryReachablePlanIsClean) {
-  constexpr size_t kSample = 8;
+/// A kernel with what it is compiled for.
+struct Wanted {
+  KernelRequest request;
+  Target target;
+};
+
+/// Expects that the compiler finds no fault with a sample of kernels, which changes every day; with
+/// FULGUR_COMPILE_ALL=1 with all of them (`make test-kernels`).
+void expect_clean(const std::vector<Wanted>& kernels, size_t sample) {
   setenv("CUDA_CACHE_DISABLE", "1", 1);  // what NVRTC finds in the driver's cache has no log
-  const std::vector<KernelRequest> requests = requests_of_plans();
-  const std::vector<size_t> indices = sample_of(requests.size(), kSample);
+  const std::vector<size_t> indices = sample_of(kernels.size(), sample);
   // What was found clean once stays so: the keys of the cache are those of the compilation.
   CubinCache cache(fs::path(FULGUR_TEST_CACHE));
   std::atomic<size_t> next = 0, compiled = 0;
   const auto start = std::chrono::steady_clock::now();
   const auto work = [&] {
     for (size_t n; (n = next++) < indices.size();) {
-      const KernelRequest& request = requests[indices[n]];
+      const auto& [request, target] = kernels[indices[n]];
       try {
-        const Cubin cubin = cache.get(cache_key(request, kTarget), [&] {
+        const Cubin cubin = cache.get(cache_key(request, target), [&] {
           ++compiled;
-          return compile(request, kTarget);
+          return compile(request, target);
         });
-        EXPECT_EQ(complaint(cubin.log), "") << name(request) << cubin.log;
+        EXPECT_EQ(complaint(cubin.log), "") << target.name() << name(request) << cubin.log;
+        EXPECT_EQ(cubin.log.find("warning"), std::string::npos) << name(request) << cubin.log;
       } catch (const Error& error) {
-        ADD_FAILURE() << name(request) << error.what();
+        ADD_FAILURE() << target.name() << name(request) << error.what();
       }
     }
   };
@@ -573,6 +579,40 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   const double seconds =
       std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
   fmt::print("{} judged, {} compiled now, {:.1f} s\n", indices.size(), compiled.load(), seconds);
+}
+
+// No kernel for Hopper spills registers or serializes its products.
+TEST_F(Compile, EveryReachablePlanIsClean) {
+  std::vector<Wanted> kernels;
+  for (const KernelRequest& request : requests_of_plans()) kernels.push_back({request, kTarget});
+  expect_clean(kernels, 8);
+}
+
+// Nor does a portable one on any card: every tile that a plan may have, with every option.
+TEST_F(Compile, EveryPortablePlanIsClean) {
+  std::vector<Problem> all = problems();
+  const std::vector<Problem> caches = decode_problems();
+  all.insert(all.end(), caches.begin(), caches.end());
+  std::vector<Wanted> kernels;
+  for (const char* name_of_target : {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"}) {
+    const Target target = target_called(name_of_target, "target", nvrtc_capabilities());
+    std::set<std::string> seen;
+    std::vector<KernelRequest> reachable;
+    for (const Problem& problem : all) {
+      EXPECT_EQ(portable::forward_rejects(problem), "");
+      for (const Card& card : architecture_of(target).cards) {
+        if (!runs(card.capability, target)) continue;
+        std::vector<std::string> rejected;
+        for (const auto& tile : portable::forward_candidates(problem, card, &rejected)) {
+          const KernelRequest request = portable::forward_kernels(tile.plan).at(0).request;
+          if (seen.insert(name(request)).second) reachable.push_back(request);
+        }
+      }
+    }
+    EXPECT_GT(reachable.size(), 100u) << target.name();
+    for (const KernelRequest& request : enough_of(reachable)) kernels.push_back({request, target});
+  }
+  expect_clean(kernels, 10);
 }
 
 // Of append, merge and the like, on every device that runs them, and as PTX.

@@ -104,9 +104,11 @@ TEST_F(TargetCalled, ByTheEnvironment) {
 
 // The kernels for Hopper want all that it has.
 TEST(Target, DecidesTheFamilies) {
-  EXPECT_NE(architecture_of({90, Target::Form::kSpecific}), nullptr);
-  for (const auto form : {Target::Form::kCubin, Target::Form::kPtx})
-    EXPECT_NE(architecture_of({90, form}), architecture_of({90, Target::Form::kSpecific}));
+  const Architecture& hopper = architecture_of({90, Target::Form::kSpecific});
+  const Architecture& portable = architecture_of({90, Target::Form::kCubin});
+  EXPECT_NE(&portable, &hopper);
+  EXPECT_EQ(&architecture_of({80, Target::Form::kPtx}), &portable);
+  EXPECT_EQ(&architecture_of({121, Target::Form::kCubin}), &portable);
 }
 
 }  // namespace

@@ -96,6 +96,8 @@ AnyForwardKey any_forward_key(const Problem& p) {
   key.has_lse = p.has(Arg::kLse);
   key.page = static_cast<int>(p.cache.page);
   key.page_lists = p.cache.pages == Problem::Cache::Pages::kLists;
+  key.batch_idx = p.has(Arg::kCacheBatchIdx);
+  key.leftpad = p.has(Arg::kLeftpadK);
   return key;
 }
 

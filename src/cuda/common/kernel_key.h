@@ -83,6 +83,8 @@ struct AnyForwardKey : KernelKey {
   bool has_sinks = false, packed_k = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
+  bool batch_idx = false;   ///< cache_batch_idx names the row of the batch of K and V
+  bool leftpad = false;     ///< leftpad_k says which key is the first
   int few_queries =
       0;  ///< the most queries of sequences that a decode kernel computes, not forward.cu
 
@@ -94,6 +96,8 @@ struct AnyForwardKey : KernelKey {
     f("kHasLse", has_lse);
     f("kPage", page);
     f("kPageLists", page_lists);
+    f("kBatchIdx", batch_idx);
+    f("kLeftPad", leftpad);
     f("kFewQueries", few_queries);
   }
 };

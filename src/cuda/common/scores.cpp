@@ -23,14 +23,6 @@ constexpr int64_t kMaxScoredDim = 8192;  // of a row of Q in shared memory
 constexpr int64_t kMaxCtas = 1 << 20;
 
 struct ScoresPlan : AnyForwardKey {
-  bool batch_idx = false, leftpad = false;
-
-  template <class F>
-  void for_each_field(const F& f) const {
-    AnyForwardKey::for_each_field(f);
-    f("kBatchIdx", batch_idx);
-    f("kLeftPad", leftpad);
-  }
   TileId tile() const { return {"scores", 1, kScoreThreads}; }
   int shared_bytes() const {
     return static_cast<int>(sizeof(float)) * (kScoreThreads / 32 + head_dim);
@@ -173,8 +165,6 @@ std::vector<Fitting<ScoresPlan>> scores_plans(const Problem& p, const Card&,
   ScoresPlan plan;
   static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
   plan.transforms_scores = true;
-  plan.batch_idx = p.has(Arg::kCacheBatchIdx);
-  plan.leftpad = p.has(Arg::kLeftpadK);
   return {{plan}};
 }
 

@@ -3,12 +3,14 @@
 #include <array>
 
 #include "cuda/common/scores.h"
+#include "cuda/engine/cards.h"
+#include "cuda/portable/forward.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
 
 namespace fulgur::cuda {
 
-const Architecture* architecture_of(const Target& target) {
+const Architecture& architecture_of(const Target& target) {
   static const std::array<const Family*, 5> kHopperFamilies = {
       &sm90::forward_family(), &sm90::decode_family(), &sm90::invariant_by_rows_family(),
       &sm90::backward_family(), &scores_family()};
@@ -21,10 +23,11 @@ const Architecture* architecture_of(const Target& target) {
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
   static const Architecture kHopper{kHopperFamilies, kHopperCards};
-  return target == sm90::kTarget ? &kHopper : nullptr;
+  static const std::array<const Family*, 2> kPortableFamilies = {&portable::forward_family(),
+                                                                 &scores_family()};
+  static const Architecture kPortable{kPortableFamilies, known_cards()};
+  return target == sm90::kTarget ? kHopper : kPortable;
 }
-
-std::string known_targets() { return sm90::kTarget.name(); }
 
 Card card_of(const Architecture& architecture, int sms, int shared_bytes) {
   Card card = architecture.cards.back();

@@ -13,12 +13,9 @@ struct Architecture {
   std::span<const Card> cards;  ///< the cards there are: what prewarming compiles for
 };
 
-/// The one of a target: this alone decides between families. Null where attention has no kernels
-/// for it.
-const Architecture* architecture_of(const Target& target);
-
-/// The targets that there is one for: "sm_90a".
-std::string known_targets();
+/// The one of a target: this alone decides between families. Hopper's kernels need sm_90a; the
+/// portable ones have every other target.
+const Architecture& architecture_of(const Target& target);
 
 /// The row of a device of that architecture that has as many SMs, or the last one, with the SMs and
 /// the shared memory of the device.

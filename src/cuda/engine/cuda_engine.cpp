@@ -20,7 +20,7 @@ namespace {
 /// Every tile that computes a problem, the best first.
 Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
   const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
-  return ranked(p, architecture_of(gpu.target())->families, card_of(gpu), measured, reasons);
+  return ranked(p, architecture_of(gpu.target()).families, card_of(gpu), measured, reasons);
 }
 
 class CudaEngine final : public Engine {

@@ -28,9 +28,8 @@ std::string does_not_attend(Gpu& gpu, int index) {
   const std::string old = too_old(gpu, index);
   if (!old.empty() || !nvrtc_unavailable().empty()) return old.empty() ? nvrtc_unavailable() : old;
   try {
-    if (architecture_of(gpu.target()) != nullptr) return {};
-    return fmt::format("{}: attention has kernels for {} alone, want them for {}", has(gpu, index),
-                       known_targets(), gpu.target().name());
+    gpu.target();
+    return {};
   } catch (const Error& error) {
     return error.what();
   }
@@ -90,12 +89,12 @@ Gpu& attending_gpu(int index) {
 std::span<const Family* const> families_at(int index) {
   const bool here = driver_unavailable().empty() && index >= 0 && index < gpu_count();
   const bool attends = here && does_not_attend(Gpu::at(index), index).empty();
-  return architecture_of(attends ? Gpu::at(index).target() : Target{})->families;
+  return architecture_of(attends ? Gpu::at(index).target() : Target{}).families;
 }
 
 Card card_of(Gpu& gpu) {
   if (gpu.target() != Target{}) return card_of_device(gpu);
-  return card_of(*architecture_of(gpu.target()), gpu.sms(), gpu.shared_bytes());
+  return card_of(architecture_of(gpu.target()), gpu.sms(), gpu.shared_bytes());
 }
 
 std::vector<Target> targets_here() {

@@ -54,7 +54,6 @@ struct Wanted {
 /// Adds what calls like `problem` can need where kernels are compiled for a target, by their keys.
 void add_requests(const Problem& problem, const Target& target,
                   std::map<std::string, Wanted>& requests) {
-  const Architecture& architecture = *architecture_of(target);
   const auto add = [&](const KernelUse& use) {
     requests.emplace(cache_key(use.request, target), Wanted{use.request, target});
   };
@@ -69,7 +68,7 @@ void add_requests(const Problem& problem, const Target& target,
   // Every tile, not the best alone: which one that is changes with lengths in between, and where
   // the compiler finds a defect. An invariant call has the first whatever else is.
   for (const Problem& p : problems) {
-    for_reachable(p, architecture, [&](const Candidates& candidates) {
+    for_reachable(p, target, [&](const Candidates& candidates) {
       for (const auto& candidate : candidates) {
         for (const KernelUse& use : candidate->kernels()) add(use);
         std::string why_not;
@@ -103,13 +102,8 @@ Prewarmed prewarm_like(const Problem& given, const std::string& folder, int thre
   const Problem problem = with_strides(given);
   const std::vector<Target> targets = targets_of(names);
   for (const Target& target : targets) {
-    const Architecture* const architecture = architecture_of(target);
-    if (architecture == nullptr) {
-      throw Error(Status::kUnsupported,
-                  fmt::format("targets: got {}, attention has kernels for {} alone", target.name(),
-                              known_targets()));
-    }
-    const std::string why = no_family_computes(without_append(problem), architecture->families);
+    const std::string why =
+        no_family_computes(without_append(problem), architecture_of(target).families);
     if (!why.empty()) throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
   CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));

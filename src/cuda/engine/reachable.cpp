@@ -31,10 +31,11 @@ void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
 
 }  // namespace
 
-void for_reachable(const Problem& problem, const Architecture& architecture,
+void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit) {
-  const auto families = architecture.families;
-  for (const Card& card : architecture.cards) {
+  const auto& [families, cards] = architecture_of(target);
+  for (const Card& card : cards) {
+    if (!runs(card.capability, target)) continue;
     for_lengths(problem, [&](const Problem& p) {
       if (!no_family_computes(p, families).empty()) return;  // too long, or too many heads
       Reasons reasons;

@@ -8,9 +8,9 @@
 namespace fulgur::cuda {
 
 /// Calls visit(candidates) with the ranked candidates, without tuning, of calls like `problem` with
-/// lengths and batches of every kind, on every card of an architecture; then with what each family
+/// lengths and batches of every kind, on every card that runs code for a target; then with what each family
 /// says that it can reach besides.
-void for_reachable(const Problem& problem, const Architecture& architecture,
+void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit);
 
 }  // namespace fulgur::cuda

@@ -105,8 +105,6 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   static_cast<AnyForwardKey&>(plan) = hopper_forward_key(p);
   plan.card = card;
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
-  plan.batch_idx = p.has(Arg::kCacheBatchIdx);
-  plan.leftpad = p.has(Arg::kLeftpadK);
   plan.group = static_cast<int>(p.group());
   const auto whole = [](int64_t dim, const Layout& strides, DType dtype) {
     return dim % lane_elements(dtype) == 0 && not_whole(strides, dtype).empty();

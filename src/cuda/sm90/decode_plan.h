@@ -36,7 +36,6 @@ struct DecodeKey : AnyForwardKey {
   int combine_eights = 1;  ///< times eight columns that a warp of combine.cu takes of fragments
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
-  bool batch_idx = false, leftpad = false;
   bool appends = false;      ///< new rows of K and V, before it attends
   bool rotates_q = false;    ///< and rotates q with them
   bool unread_rows = false;  ///< perhaps no CTA reads all of them
@@ -61,8 +60,6 @@ struct DecodeKey : AnyForwardKey {
     f("kQWhole", q_whole);
     f("kOWhole", o_whole);
     f("kWholeColumns", whole_columns);
-    f("kBatchIdx", batch_idx);
-    f("kLeftPad", leftpad);
     f("kAppends", appends);
     f("kRotatesQ", rotates_q);
     f("kUnreadRows", unread_rows);

@@ -24,6 +24,12 @@ struct VisibleKeys {
   }
 };
 
+// The tree mask of a query.
+__device__ __forceinline__ unsigned long long tree_word(const unsigned long long* tree_mask, const CallParams& p,
+                                                        const Lengths& n, int batch, int query) {
+  return tree_mask[(kPacked ? n.q_start : (long long)(batch) * p.sq) + query];
+}
+
 // Of a strip's rows, which are queries, from the diagonal of its first one.
 __device__ __forceinline__ VisibleKeys visible_keys_of_strip(const CallParams& p, int sk, int diagonal) {
   diagonal += warp_row() + thread_row();
@@ -62,6 +68,13 @@ __device__ __forceinline__ KeyRange keys_seen_by_all(const CallParams& p, const 
   KeyRange keys = keys_seen_by_all(band_of(p), n, first, last);
   if (kTree) keys.end = min(keys.end, n.sk - n.sq);  // the tokens have bits
   return keys;
+}
+
+// The tiles that are full for the rows of the strip that begins at `row`, whatever a dense bias is.
+__device__ __forceinline__ KeyTiles full_tiles_of_strip(const CallParams& p, const Lengths& n, int row) {
+  KeyTiles full = full_key_tiles(band_of(p), n, kBlockKeys, row, row + kStripRows - 1);
+  if (kTree) full.end = min(full.end, max(n.sk - n.sq, 0) / kBlockKeys);
+  return full;
 }
 
 // -inf for the scores that are hidden. `first`: the key of this thread's first column. `strip`: the rows are those of a

@@ -1,7 +1,6 @@
 // The end of a strip's rows: LSE, and O from registers to global memory.
 #pragma once
 #include "attention/fragment_store.cuh"
-#include "attention/work_tiles.cuh"
 #include "attention/sinks.cuh"
 
 // How O leaves: through shared memory by TMA; from registers, 16 bytes at a time; from registers by elements.

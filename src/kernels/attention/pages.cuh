@@ -1,10 +1,10 @@
-// Keys in pages: which page holds a key of a sequence, for kernels whose K and V may lie side by side, too.
+// Keys in caches: which row of the batch, or which page, holds a key of a sequence.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "device/schedule.cuh"
 
-// The lengths of a sequence whose keys may be in pages. The list of its pages counts as rows from k_start on. One that
-// is another kernel's has no query.
+// The lengths of a sequence whose keys may be in a cache; n.k_start is the row of its first key. The list of its pages
+// counts as rows from there on. A sequence that is another kernel's has no query.
 __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
   Lengths n = lengths_of(static_cast<const CallParams&>(p), batch);
   if (kFewQueries > 0 && n.sq <= kFewQueries) n.sq = 0;
@@ -14,7 +14,18 @@ __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batc
     n.k_start = first * kPage;
     n.sk = min(n.sk, ids * kPage);
   }
+  if (kBatchIdx && u32(p.cache_batch_idx[batch]) >= u32(p.pages.entries)) n.sk = 0;
+  if (kLeftPad) {
+    const int begin = min(max(p.leftpad_k[batch], 0), n.sk);
+    n.k_start += begin;
+    n.sk -= begin;
+  }
   return n;
+}
+
+// The row of the batch of K and V that a sequence has; without pages.
+__device__ __forceinline__ int key_entry(const AttentionParams& p, int batch) {
+  return kPackedK ? 0 : kBatchIdx ? p.cache_batch_idx[batch] : batch;
 }
 
 // Where a key is.
@@ -38,10 +49,11 @@ template <class Type>
 __device__ __forceinline__ const typename Type::Memory* key_row(const AttentionParams& p, const StridedTensor& t,
                                                                 const Place& place, const Lengths& n, int key) {
   const int head = place.head / p.group;
-  if (kPage == 0) return row_of<Type>(t, place.batch, n.k_start + key, head);
+  const auto* const data = static_cast<const typename Type::Memory*>(t.data) + head * t.head;
+  if (kPage == 0) return data + key_entry(p, place.batch) * t.batch + (n.k_start + key) * t.row;
   const PageRow at = page_row(p.pages, place.batch, n.k_start, n.sk, key);
   if (at.page < 0) return nullptr;
-  return static_cast<const typename Type::Memory*>(t.data) + at.page * t.batch + at.row * t.row + head * t.head;
+  return data + at.page * t.batch + at.row * t.row;
 }
 
 // Its elements are zeros there.

@@ -6,6 +6,7 @@
 // of them sees; unless no hidden key is to blame.
 #pragma once
 #include "attention/dropout.cuh"
+#include "attention/mask.cuh"
 #include "attention/output.cuh"
 #include "attention/pages.cuh"
 #include "device/score.cuh"
@@ -14,9 +15,8 @@
 // see.
 __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n, int row,
                                               const KeyTiles& touched) {
-  const Band band = band_of(p);
-  const KeyTiles full = full_key_tiles(band, n, kBlockKeys, place.row, place.row + kStripRows - 1);
-  const KeyRange seen = keys_seen_by_all(band, n, row, min(row + 16, n.sq) - 1);
+  const KeyTiles full = full_tiles_of_strip(p, n, place.row);
+  const KeyRange seen = keys_seen_by_all(p, n, row, min(row + 16, n.sq) - 1);
   bool found = false;
 #pragma unroll 1
   for (int tile = touched.begin; tile < touched.end; ++tile) {
@@ -51,11 +51,13 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   const KeyRange keys = visible_keys(band_of(p), n, row);
   const ScoreHead head = score_head(p, place.batch, place.head);
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
+  const int tokens = n.sk - n.sq;
+  const unsigned long long tree = kTree ? tree_word(p.tree_mask, p, n, place.batch, row) : 0;
   bool done = false;
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {
     const ScoreContext at = score_context(head, row, diagonal_of(band_of(p), n, row), key);
-    if (bias_hides(p, at)) continue;
+    if (bias_hides(p, at) || (kTree && key >= tokens && !(tree >> (key - tokens) & 1))) continue;
     const ElementK::Memory* k = key_row<ElementK>(p, p.k, place, n, key);
     const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
     float s = 0;

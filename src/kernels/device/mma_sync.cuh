@@ -24,3 +24,6 @@ __device__ __forceinline__ void load_shared_matrices_transposed(u32 address, u32
                : "r"(address)
                : "memory");
 }
+
+// Where chunk `chunk` of 16 bytes lies in a panel's row, so that no two rows of eight have a chunk in the same banks.
+__device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }

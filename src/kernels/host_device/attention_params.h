@@ -78,6 +78,9 @@ struct AttentionParams : CallParams {
   int* counters;
   float* partial;  // [split blocks][splits][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
-  KeyPages pages;  // kPage
+  KeyPages pages;  // kPage; its entries without pages: rows of the batch of K and V
   Sinks sinks;
+  const int* cache_batch_idx;           // [b], kBatchIdx
+  const int* leftpad_k;                 // [b], kLeftPad
+  const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
 };

@@ -14,6 +14,7 @@
 #include "kernels/common/padding_params.h"
 #include "kernels/common/upload_metadata_params.h"
 #include "kernels/host_device/prefix_split.h"
+#include "kernels/portable/forward/params.h"
 #include "kernels/sm90/backward/params.h"
 #include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"
@@ -36,6 +37,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_upload_metadata", sizeof(UploadMetadataParams)},
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::PrefixSplit)},
     {"fulgur_forward", sizeof(ForwardParams)},
+    {"fulgur_portable_forward", sizeof(PortableForwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
     {"fulgur_decode_combine", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},

@@ -192,7 +192,7 @@ TEST_F(OnGpu, EveryTileThatFits) {
       const ForwardArgs args = memory.at(w.forward);
       const Problem problem = make_problem(args, w.options);
       std::vector<std::string> rejected;
-      const auto families = cuda::architecture_of(gpu.target())->families;
+      const auto families = cuda::architecture_of(gpu.target()).families;
       for (const auto& candidate :
            cuda::all_candidates(problem, families, cuda::card_of(gpu), &rejected)) {
         w.seal();

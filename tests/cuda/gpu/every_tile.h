@@ -29,7 +29,7 @@ void run_tiles(Workload& w, const Tensors& tensors, std::set<std::string>& seen,
   EngineMemory memory("cuda");
   const Args args = memory.at(tensors);
   const Problem problem = make_problem(args, memory.options(tensors, w.options));
-  const auto families = cuda::architecture_of(gpu.target())->families;
+  const auto families = cuda::architecture_of(gpu.target()).families;
   std::vector<std::string> rejected;
   for (const auto& candidate : cuda::all_candidates(problem, families, card, &rejected)) {
     if (!seen.insert(candidate->tile.text()).second) continue;

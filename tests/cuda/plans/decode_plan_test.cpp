@@ -307,7 +307,7 @@ TEST(DecodePlan, EveryKernelThatIsChosenIsReachable) {
     p.cache.pages = Problem::Cache::Pages::kTable;
     p.cache.page = 64;
     std::set<std::string> reachable;
-    for_reachable(p, *architecture_of({}), [&](const Candidates& candidates) {
+    for_reachable(p, Target{}, [&](const Candidates& candidates) {
       for (const auto& candidate : candidates)
         for (const KernelUse& use : candidate->kernels()) reachable.insert(name(use));
     });
@@ -397,7 +397,7 @@ TEST(Slices, RoundRobinIsTakenWhereItIsEven) {
 /// The family that the model chooses.
 std::string chosen(const test::ForwardShape& shape) {
   Reasons reasons;
-  return ranked(forward_problem(shape), architecture_of({})->families, {}, {}, &reasons)
+  return ranked(forward_problem(shape), architecture_of({}).families, {}, {}, &reasons)
       .at(0)
       ->tile.family;
 }
@@ -435,7 +435,7 @@ std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
   Reasons reasons;
   std::set<std::string> sources;
   for (const KernelUse& use :
-       ranked(p, architecture_of({})->families, {}, {}, &reasons)[0]->kernels())
+       ranked(p, architecture_of({}).families, {}, {}, &reasons)[0]->kernels())
     if (use.request.source.starts_with("sm90/")) sources.insert(use.request.source);
   return {sources, decode_candidate(p, {}).plan.few_queries};
 }
@@ -644,7 +644,7 @@ TEST(DecodePlan, TakesEveryTreeMask) {
         Problem p = forward_problem({.sq = sq, .hq = hq, .hk = 8, .invariant = invariant});
         p.given.set(Arg::kTreeMask, true);
         Reasons reasons;
-        const Candidates all = ranked(p, architecture_of({})->families, {}, {}, &reasons);
+        const Candidates all = ranked(p, architecture_of({}).families, {}, {}, &reasons);
         ASSERT_EQ(all.size(), 1u);
         EXPECT_EQ(all[0]->tile.family, "sm90_decode");
         const DecodePlan plan = decode_candidate(p, {}).plan;

@@ -2,7 +2,7 @@
 // so that the result does not depend on which one that is.
 #pragma once
 #include "attention/softmax.cuh"
-#include "attention/work_tiles.cuh"
+#include "sm90/common/work_tiles.cuh"
 
 // Floats, 128 apart, after each other: O, two shifts, two sums.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };

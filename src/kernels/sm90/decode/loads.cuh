@@ -10,9 +10,6 @@ enum : int {
   kPanelBytes = kBlockKeys * kPanelRowBytes,
 };
 
-// Bytes of the 16 from column `column` on that a row of `dim` columns has.
-__device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(max(dim - column, 0), 8) * 2; }
-
 // Loads by the lanes of a warp, a tile of its warp group at a time. `warps` warps share the rows of a tile.
 template <int warps>
 class LaneLoader {

@@ -1,11 +1,9 @@
 // Where Q of a work tile comes from, and where it goes in shared memory.
 #pragma once
+#include "device/mma_sync.cuh"
 #include "sm90/decode/work_tile.cuh"
 
 enum : int { kQueryChunks = kHeadDim / 8 };  // of a row, 16 bytes each
-
-// Where chunk `chunk` of 16 bytes lies in a panel's row: no two rows of eight have a chunk in the same banks.
-__device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }
 
 // Where the `at`-th chunk of the Q of a block of rows lies.
 __device__ __forceinline__ u32 query_place(int at) {

@@ -34,7 +34,7 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
   for (int i = 0; i < 2; ++i) {
     const int row = tile.block * kBlockRows + kWarpRows * warp_of_group + int(thread_row()) + 8 * i;
     rows.query[i] = min(row / kGroup, n.sq - 1);
-    if (kTree) tree[i] = p.tree_mask[(kPacked ? n.q_start : (long long)(tile.batch) * p.sq) + rows.query[i]];
+    if (kTree) tree[i] = tree_word(p.tree_mask, p, n, tile.batch, rows.query[i]);
     rows.diagonal[i] = diagonal_of(band_of(p), n, rows.query[i]);
     rows.head[i] = score_head(p, tile.batch, tile.head * kGroup + row % kGroup);
   }

@@ -28,6 +28,7 @@
 //   kPackedK        1: k and v, too, cu_seqlens_k
 //   kPage           keys of a page; 0: k and v have no pages
 //   kPageLists      1: the pages of all sequences are one list; 0: a row of a table each
+//   kBatchIdx, kLeftPad    0; 1 where cache_batch_idx, leftpad_k say where keys lie (sm90/decode/params.h)
 //   kBoxKeys        keys of a box of a key tile: of one page
 //   kSeqUsedQ       1: seqused_q[batch] bounds the queries
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys

@@ -2,7 +2,7 @@
 // with a barrier that says it is full and one that says it is empty.
 #pragma once
 #include "sm90/common/ring.cuh"
-#include "attention/work_tiles.cuh"
+#include "sm90/common/work_tiles.cuh"
 #include "attention/pages.cuh"
 #include "sm90/ptx/tma.cuh"
 #include "sm90/forward/layout.cuh"

@@ -1,0 +1,67 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/common/family.h"
+#include "cuda/common/kernel_key.h"
+#include "kernels/host_device/work_tiles.h"
+#include "kernels/portable/forward/layout.h"
+
+namespace fulgur::cuda::portable {
+
+/// What kernel_config.h fixes at compile time.
+struct ForwardKey : AnyForwardKey {
+  int strips = 0;       ///< of 64 rows, of a CTA
+  int warp_strips = 0;  ///< that four warps share: of each strip a warp has 16 rows
+  int block_keys = 0;   ///< Bc
+  int stages = 0;       ///< buffers of K and V
+  bool q_in_registers = false;
+  int residents = 1;           ///< CTAs that an SM has room for
+  bool whole_columns = false;  ///< d and dv are head_dim and value_dim
+  bool dropout = false;
+  /// How O leaves, as attention/output.cuh numbers it.
+  enum class Store : uint8_t { kRows = 1, kElements = 2 };
+  Store store = Store::kRows;
+
+  template <class F>
+  void for_each_field(const F& f) const {
+    AnyForwardKey::for_each_field(f);
+    f("kStrips", strips);
+    f("kWarpStrips", warp_strips);
+    f("kBlockKeys", block_keys);
+    f("kStages", stages);
+    f("kQInRegisters", q_in_registers);
+    f("kResidents", residents);
+    f("kWholeColumns", whole_columns);
+    f("kDropout", dropout);
+    f("kStore", store);
+  }
+  bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
+
+  /// Whether rows of q may belong to no sequence.
+  bool has_padding() const { return packed || seqused_q; }
+};
+
+/// Every decision about a forward pass by portable/forward/forward.cu.
+struct ForwardPlan : ForwardKey {
+  int shared_bytes = 0;
+  kernels::Work work{};  ///< how rows and heads are cut into q tiles, one for each CTA
+  /// Why q, k and v are copied to rows of multiples of 16 bytes; empty where they are not.
+  std::string copies_q, copies_k, copies_v;
+  bool operator==(const ForwardPlan&) const = default;
+
+  /// "portable_wide": its warps have 32 rows.
+  TileId tile() const {
+    return {warp_strips > 1 ? "portable_wide" : "portable_forward", block_rows(), block_keys};
+  }
+  bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
+  int block_rows() const { return kernels::kStripRows * strips; }  ///< Br
+  int threads() const { return 128 * strips / warp_strips; }
+  kernels::PortableForwardLayout layout() const {
+    return kernels::portable_forward_layout(
+        {operands_of(*this), head_dim, value_dim, strips, block_keys, stages, q_in_registers});
+  }
+};
+
+}  // namespace fulgur::cuda::portable

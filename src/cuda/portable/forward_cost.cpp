@@ -1,0 +1,71 @@
+#include "cuda/portable/forward_cost.h"
+
+#include <algorithm>
+
+#include "kernels/host_device/key_walk.h"
+
+namespace fulgur::cuda::portable {
+namespace {
+
+// Of an SM, a clock.
+constexpr double kExponentials = 16;
+constexpr double kSharedBytes = 128;
+constexpr double kL2Bytes = 40;
+
+// Instructions of a score besides its product, by the compiled kernels: softmax alone, and what
+// softcap, ALiBi, a dense bias or dropout add.
+constexpr double kSoftmax = 6.2, kTransform = 6, kBias = 12, kDropout = 12;
+
+// Fitted to an H200, d 64 to 256, within 8%.
+constexpr double kNotHidden = 0.38;  // of the work of the units that do not bind
+constexpr double kTileCycles = 150;  // barriers of a key tile, and waits for the first fragments
+constexpr double kEndCycles = 2500;  // Q on its way in, O on its way out
+
+/// Cycles of four warps, one for each scheduler, at a key tile.
+struct KeyTile {
+  double busy;   ///< of an SM's units, which other warps keep busy as well
+  double chain;  ///< from one to the next of the same warps
+};
+
+KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
+  const double scores = 64.0 * plan.warp_strips * plan.block_keys;
+  const int dims = plan.head_dim + plan.value_dim;
+  const double instructions = kSoftmax + kTransform * plan.transforms_scores +
+                              kBias * (plan.bias != 0) + kDropout * plan.dropout;
+  const double products = 2 * scores * dims / card.mma_rate;
+  const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
+  const double exponentials = scores / kExponentials;
+  const double keys = 4.0 * plan.block_keys * dims * 2;  // by each of the warps
+  const double q = plan.q_in_registers ? 0 : 64.0 * plan.warp_strips * plan.head_dim * 2;
+  const double shared = (keys + q) / kSharedBytes;
+  const double copies = plan.block_keys * dims * 2.0 * plan.warp_strips / plan.strips / kL2Bytes;
+  const double longest = std::max({products, scalar, exponentials, shared, copies});
+  const double others = products + scalar + exponentials + shared - longest;
+  return {longest + kNotHidden * others, products + std::max(scalar, exponentials) + kTileCycles};
+}
+
+}  // namespace
+
+double predicted_cycles(const ForwardPlan& plan, const Problem& p, const Card& card) {
+  const KeyTile tile = key_tile_of(plan, card);
+  const double warps = plan.strips / plan.warp_strips;  // of a CTA, for each scheduler
+  const double steady = std::max(tile.busy, tile.chain / (warps * plan.residents)) * warps;
+  const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
+  const kernels::Band band = band_of(plan, p.mask);
+  kernels::Work head{};  // one head alone
+  head.row_blocks = head.q_tiles = plan.work.row_blocks;
+  head.heads = head.section_heads = 1;
+  double all = 0, longest_chain = 0;
+  for (int number = 0; number < head.q_tiles; ++number) {
+    const kernels::QTile q_tile = kernels::q_tile_of(head, 1, /*splits=*/false, band, number);
+    const kernels::KeyTiles keys = kernels::key_tiles_of(head, band, longest, plan.strips,
+                                                         plan.block_keys, /*splits=*/false, q_tile);
+    const int count = keys.end - keys.begin;
+    all += kEndCycles / plan.residents + steady * count;
+    longest_chain =
+        std::max(longest_chain, kEndCycles + std::max(tile.chain, tile.busy * warps) * count);
+  }
+  return std::max(longest_chain, all * plan.work.heads / card.sms + longest_chain / 4);
+}
+
+}  // namespace fulgur::cuda::portable

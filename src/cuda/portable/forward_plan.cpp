@@ -1,0 +1,209 @@
+#include "cuda/portable/forward_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/common/host_metadata.h"
+#include "cuda/common/tensor_shape.h"
+#include "cuda/portable/forward_cost.h"
+
+namespace fulgur::cuda::portable {
+namespace {
+
+using kernels::Work;
+
+/// Tiles for d and dv above above_dim, up to max_dim. The compiler keeps S, O and P of a warp in
+/// registers whatever the other options; with more keys or dims it would spill.
+struct Tile {
+  enum Scores { kPlain = 1, kTransformed = 2, kDropped = 4, kBiased = 8 };
+  int above_dim, max_dim;
+  int strips, warp_strips, block_keys, stages;
+  bool q_in_registers;
+  int residents;
+  int scores;  ///< what its scores may be besides products
+};
+constexpr int kUndropped = Tile::kPlain | Tile::kTransformed;
+constexpr int kUnbiased = kUndropped | Tile::kDropped, kAny = kUnbiased | Tile::kBiased;
+constexpr Tile kTiles[] = {
+    {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},     {0, 64, 1, 1, 64, 2, true, 3, kAny},
+    {64, 128, 2, 2, 64, 1, false, 2, kUndropped}, {64, 128, 2, 1, 64, 2, true, 1, kAny},
+    {64, 128, 1, 1, 64, 1, false, 2, kAny},       {128, 192, 2, 1, 64, 1, false, 1, kAny},
+    {128, 192, 1, 1, 64, 1, false, 2, kAny},      {192, 256, 2, 1, 64, 1, false, 1, kAny},
+    {192, 256, 1, 1, 64, 1, false, 2, kAny},
+};
+
+// From here on loads of 16 rows a warp from shared memory take as long as their products.
+constexpr int kFastRate = 2048;
+constexpr int kAnyBlockKeys = 64;     // alignment does not depend on it
+constexpr int kReservedBytes = 1024;  // of shared memory, for the system, of each CTA
+constexpr int kMaxSectionBlocks = 4;  // of the last section, for each SM
+
+/// What the problem fixes for every tile.
+ForwardPlan common(const Problem& p) {
+  ForwardPlan plan;
+  static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
+  plan.dropout = p.dropout_p > 0;
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
+  plan.work.heads = static_cast<int>(p.batch * p.hq);
+  const ForwardShapes shapes = forward_shapes(p, kAnyBlockKeys);
+  plan.copies_q = not_addressable(shapes.q);
+  plan.copies_k = not_addressable(shapes.k);
+  plan.copies_v = not_addressable(shapes.v);
+  const bool rows =
+      p.dv * size_of(p.dtypes.out) % kCopyAlignment == 0 && not_addressable(shapes.o).empty();
+  plan.store = rows ? ForwardPlan::Store::kRows : ForwardPlan::Store::kElements;
+  return plan;
+}
+
+/// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
+/// that K and V come to L2 once; the last one is long enough to leave the SMs with short blocks at
+/// the end.
+void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
+  Work& work = plan.work;
+  work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.strips);
+  const bool band = plan.has_left || plan.has_right;
+  const int blocks = (band ? kMaxSectionBlocks : 1) * sms * plan.residents;
+  const int64_t heads = ceil_div(blocks, std::max(work.row_blocks, 1));
+  const int64_t last = ceil_div(heads, p.group()) * p.group();
+  work.section_heads = static_cast<int>(p.group());
+  work.bulk_heads = last > work.heads ? 0 : static_cast<int>(work.heads - last);
+  work.splits = 1;
+  work.q_tiles = work.first_split = work.end_split = kernels::blocks_of(work);
+}
+
+/// Cycles by which tiles are compared.
+double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
+  divide_heads(plan, p, card.sms);
+  if (!p.invariant) return predicted_cycles(plan, p, card);
+  // The order must not depend on the batch: that of one long sequence.
+  Problem one = p;
+  one.packed = false;
+  one.batch = 1;
+  one.sq = one.sk = 8192;
+  ForwardPlan other = plan;
+  other.work.heads = card.sms;
+  divide_heads(other, one, card.sms);
+  return predicted_cycles(other, one, card);
+}
+
+}  // namespace
+
+ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
+  const ForwardShapes shapes = forward_shapes(p, kAnyBlockKeys);
+  if (shapes.o.empty()) return {};
+  ForwardWorkspace at;
+  Arena arena;
+  const auto copy = [&](const TensorShape& shape, const std::string& why) {
+    return arena.take(why.empty() ? 0 : copied_bytes(shape));
+  };
+  at.copies = {copy(shapes.q, plan.copies_q), copy(shapes.k, plan.copies_k),
+               copy(shapes.v, plan.copies_v)};
+  at.numbers = arena.take(host_metadata_bytes(p));
+  at.end = arena.end();
+  return at;
+}
+
+std::string forward_rejects(const Problem& p) {
+  if (p.pass != Pass::kForward) return "computes the forward pass alone";
+  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
+  }
+  if (std::max(p.sq, p.sk) >= kMaxRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
+  if (p.cache.paged() && p.cache.ids * p.cache.page > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
+                       p.cache.ids, p.cache.page);
+  }
+  const ForwardShapes shapes = forward_shapes(p, kAnyBlockKeys);
+  for (const auto& [name, shape] : {std::pair{"q", &shapes.q}, std::pair{"k", &shapes.k},
+                                    std::pair{"v", &shapes.v}, std::pair{"out", &shapes.o}}) {
+    if (const std::string why = rows_unsupported(*shape); !why.empty()) {
+      return fmt::format("{} {}", name, why);
+    }
+  }
+  // Doubles, as with no rows of q there may be any number of its heads.
+  const int64_t blocks = std::max<int64_t>(kernels::strips_of(static_cast<int>(p.sq)), 1);
+  const double heads = static_cast<double>(p.batch) * static_cast<double>(p.hq);
+  if (heads * static_cast<double>(blocks) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 row blocks, got {:.0f} heads of {}", heads, blocks);
+  }
+  return {};
+}
+
+std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
+                                                     std::vector<std::string>* rejected) {
+  std::vector<Fitting<ForwardPlan>> tiles;
+  const int scores = p.has(Arg::kBias) ? Tile::kBiased
+                     : p.dropout_p > 0 ? Tile::kDropped
+                     : transforms(p)   ? Tile::kTransformed
+                                       : Tile::kPlain;
+  for (const Tile& tile : kTiles) {
+    const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
+    if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;
+    Fitting<ForwardPlan> t{common(p), 0, {}};
+    t.plan.strips = tile.strips;
+    t.plan.warp_strips = tile.warp_strips;
+    t.plan.block_keys = tile.block_keys;
+    t.plan.stages = tile.stages;
+    t.plan.q_in_registers = tile.q_in_registers;
+    t.plan.shared_bytes = t.plan.layout().bytes;
+    if (t.plan.shared_bytes > card.shared_bytes) {
+      rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
+                                      t.plan.tile().text(), t.plan.shared_bytes,
+                                      card.shared_bytes));
+      continue;
+    }
+    const int fit = card.sm_shared_bytes / (t.plan.shared_bytes + kReservedBytes);
+    t.plan.residents = std::clamp(fit, 1, tile.residents);
+    t.cycles = predict(t.plan, p, card);
+    if (tile.warp_strips > 1 && card.mma_rate < kFastRate) {
+      t.tuned_only = fmt::format("made for tensor cores of {} FLOP a clock and SM", kFastRate);
+    }
+    tiles.push_back(std::move(t));
+  }
+  return tiles;
+}
+
+Explanation describe(const ForwardPlan& plan) {
+  const Work& work = plan.work;
+  Explanation e;
+  // A strip of rows is computed alone: blocks of several may begin at any of them.
+  e.Br = kernels::kStripRows;
+  e.Bc = plan.block_keys;
+  const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("warps", plan.threads() / 32);
+  e.details.add("stages", plan.stages);
+  e.details.add("shared_bytes", plan.shared_bytes);
+  e.details.add("ctas", work.q_tiles);
+  e.details.add("q_blocks", kernels::blocks_of(work));
+  say(fmt::format("mma.sync: {} warps of {} rows (Br {}), Bc {} keys, d {} and dv {} as computed",
+                  plan.threads() / 32, 16 * plan.warp_strips, plan.block_rows(), plan.block_keys,
+                  plan.head_dim, plan.value_dim));
+  say(fmt::format("{} of K and V, Q in {}: {} bytes of shared memory, {} a SM",
+                  plan.stages == 1 ? "1 buffer" : fmt::format("{} buffers", plan.stages),
+                  plan.q_in_registers ? "registers" : "shared memory", plan.shared_bytes,
+                  plan.residents == 1 ? "1 CTA" : fmt::format("{} CTAs", plan.residents)));
+  say(fmt::format(
+      "a CTA for each of {} blocks of rows{}, in sections of {} heads and a last one "
+      "of {}",
+      kernels::blocks_of(work), plan.has_left || plan.has_right ? ", longest first" : "",
+      work.section_heads, work.heads - work.bulk_heads));
+  describe_copies({{"q", plan.copies_q}, {"k", plan.copies_k}, {"v", plan.copies_v}}, e);
+  if (plan.page > 0) {
+    say(fmt::format("keys lie in pages of {}, which {} names", plan.page,
+                    plan.page_lists ? "page_indptr" : "page_table"));
+  }
+  if (plan.store == ForwardPlan::Store::kElements) {
+    e.details.add("stores_elements", true);
+    say("O is stored by elements: its rows are no multiples of 16 bytes");
+  }
+  return e;
+}
+
+}  // namespace fulgur::cuda::portable

@@ -1,0 +1,32 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call/problem.h"
+#include "cuda/common/planned_family.h"
+#include "cuda/portable/forward_config.h"
+
+namespace fulgur::cuda::portable {
+
+/// Where things begin in the workspace, in bytes.
+struct ForwardWorkspace {
+  std::array<int64_t, 3> copies{};  ///< of q, k and v
+  int64_t numbers = 0, end = 0;     ///< numbers of the host
+};
+ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
+
+/// Why portable/forward/forward.cu does not compute a problem, and what it does compute; empty when
+/// it does.
+std::string forward_rejects(const Problem& problem);
+
+/// A plan for every tile that fits. `rejected` takes the others and why.
+std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& problem, const Card& card,
+                                                     std::vector<std::string>* rejected);
+
+/// The plan in sentences and as data.
+Explanation describe(const ForwardPlan& plan);
+
+}  // namespace fulgur::cuda::portable

@@ -1,0 +1,124 @@
+// Attention forward for every GPU since Ampere: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation, by
+// mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 1).
+//
+// A CTA has a q tile: Br = 64 * kStrips rows of Q of one head, in strips of 64, whose keys it walks from right to left in
+// tiles of Bc. A warp owns 16 rows of each of its strips, S, P and O of which never leave its registers; K and V pass
+// through shared memory, for all warps. docs/kernels/portable.md derives the tiles.
+#include "attention/mask.cuh"
+#include "attention/repair.cuh"
+#include "attention/softmax.cuh"
+#include "portable/forward/products.cuh"
+
+// A strip of a q tile.
+struct Strip {
+  int row;         // its first; n.sq: there is none
+  KeyTiles tiles;  // of which its rows see something
+  KeyTiles full;   // of which all of its rows see everything
+};
+
+__device__ __forceinline__ Strip strip_at(const PortableForwardParams& p, const Lengths& n, int row) {
+  return {row, key_tiles(band_of(p), n, kBlockKeys, row, min(row + kStripRows, n.sq) - 1),
+          full_tiles_of_strip(p, n, row)};
+}
+
+// Scores of the products of a strip with a key tile: softcap, ALiBi, bias, and -inf where the mask hides a key.
+__device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, float (&S)[kBlockKeys / 2],
+                                              const ScoreHead& head, const Strip& strip, const Lengths& n, int batch,
+                                              int tile) {
+  const int key = tile * kBlockKeys + int(thread_column());
+  const int row = strip.row + int(warp_row() + thread_row());
+  const ScoreContext at = score_context(head, row, diagonal_of(band_of(p), n, row), key);
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 2; ++i) {
+    const ScoreContext entry = at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1));
+    S[i] = score(p, entry, S[i], bias_of(p, entry));
+  }
+  if (tile >= strip.full.begin && tile < strip.full.end) return;
+  VisibleKeys visible = visible_keys_of_strip(p, n.sk, diagonal_of(band_of(p), n, strip.row));
+  if (kTree) {
+    visible.tokens = n.sk - n.sq;
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      visible.tree[i] = tree_word(p.tree_mask, p, n, batch, min(row + 8 * i, n.sq - 1));
+  }
+  hide_keys<true>(S, visible, key);
+}
+
+// O = O / sum, LSE = max + log(sum). `touched`: the key tiles that the products of the strip touched.
+__device__ __forceinline__ void finish(const PortableForwardParams& p, const Place& place, const Lengths& n,
+                                       const KeyTiles& touched, Rows& rows, const float (&O)[kValueDim / 2]) {
+  const int row = place.row + int(warp_row());
+  if (row >= n.sq) return;
+  rows.sum[0] = quad_sum(rows.sum[0]);
+  rows.sum[1] = quad_sum(rows.sum[1]);
+  Finite<ElementO> finite;
+  store_global_rows(p, place, n, row, O, output_scale(p, place, rows.sum[0], rows.shift[0]),
+                    output_scale(p, place, rows.sum[1], rows.shift[1]), finite);
+  if (kHasLse) store_global_lse(p, place, n, row + int(thread_row()), rows);
+  if (kHidesKeys && __any_sync(0xffffffff, finite.trace != 0)) repair_rows(p, place, n, row, touched, rows);
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
+    fulgur_portable_forward(const __grid_constant__ PortableForwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  const QTile q_tile = q_tile_of(p.work, p.hq, /*splits=*/false, band_of(p), blockIdx.x);
+  const Lengths n = lengths_of(p, q_tile.batch);
+  const int first = first_strip(n.sq, kStrips, q_tile.block);
+  const int end = first_strip(n.sq, kStrips, q_tile.block + 1);
+  if (kStripRows * first >= n.sq) return;
+  const auto strip_row = [&](int strip) { return first + strip < end ? kStripRows * (first + strip) : n.sq; };
+  const KeyTiles tiles = key_tiles_of(p.work, band_of(p), n, kStrips, kBlockKeys, /*splits=*/false, q_tile);
+
+  if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
+  start_q(p, smem, q_tile, n, strip_row);
+  KeyValueTiles kv(p, smem, q_tile, n, tiles);
+  const int first_of_warp = kStrips == kWarpStrips ? 0 : uniform(threadIdx.x / 128) * kWarpStrips;
+  Queries q(smem, first_of_warp);
+  if (kQInRegisters) {
+    async_copy_wait<1>();
+    __syncthreads();
+    q.load();
+  }
+
+  const float c = score_factor(p);
+  const ScoreHead head = score_head(p, q_tile.batch, q_tile.head);
+  Strip strips[kWarpStrips];
+  Rows rows[kWarpStrips];
+  float O[kWarpStrips][kValueDim / 2];
+#pragma unroll
+  for (int s = 0; s < kWarpStrips; ++s) {
+    strips[s] = strip_at(p, n, strip_row(first_of_warp + s));
+    rows[s] = rows_without_keys();
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) O[s][i] = 0;
+  }
+
+#pragma unroll 1
+  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+    // With one strip a warp may see nothing of a tile that others see.
+    const bool sees = kWarpStrips > 1 || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);
+    float S[kWarpStrips][kBlockKeys / 2];
+    u32 P[kWarpStrips][kBlockKeys / 4];
+    const u32 k = kv.keys(tile);
+    if (sees) multiply_scores(S, q, k);
+    const u32 v = kv.values(tile, k);
+    if (sees) {
+#pragma unroll
+      for (int s = 0; s < kWarpStrips; ++s) {
+        adjust_scores(p, S[s], head, strips[s], n, q_tile.batch, tile);
+        softmax_step<false>(S[s], P[s], O[s], rows[s], c);
+        if (kDropout)
+          kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, q_tile.batch * p.hq + q_tile.head,
+                                  strips[s].row + warp_row(), tile * kBlockKeys)
+              .drop(P[s]);
+      }
+      multiply_values(O, P, v);
+    }
+  }
+
+#pragma unroll
+  for (int s = 0; s < kWarpStrips; ++s)
+    finish(p, {strips[s].row, q_tile.head, q_tile.batch, -1}, n, tiles, rows[s], O[s]);
+}

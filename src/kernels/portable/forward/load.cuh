@@ -1,0 +1,152 @@
+// Tiles of Q, K and V on their way into shared memory by cp.async.
+#pragma once
+#include "attention/pages.cuh"
+#include "device/cp_async.cuh"
+#include "device/mma_sync.cuh"
+#include "device/operands.cuh"
+#include "portable/forward/layout.h"
+#include "portable/forward/params.h"
+
+__device__ constexpr PortableForwardLayout kLayout = portable_forward_layout(
+    {kOperands, kHeadDim, kValueDim, kStrips, kBlockKeys, kStages, bool(kQInRegisters)});
+
+enum : int {
+  kThreads = 128 * kStrips / kWarpStrips,
+  kStripPanelBytes = kStripRows * kPanelRowBytes,  // of Q
+  kPanelBytes = kBlockKeys * kPanelRowBytes,       // of K and V
+};
+
+// Starts the copies of this thread's part of a tile of `rows` rows to the panels at `to`: eight threads copy 128 bytes
+// of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes zeros, and so do columns
+// from `dim` on. `whole`: all rows are there.
+template <class Type, int rows, int columns, bool whole, class RowAt>
+__device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at) {
+  constexpr int kStep = kThreads / 8;
+  static_assert(rows % kStep == 0);
+  const u32 lane = lane_of_warp();
+  const int first = threadIdx.x / 32 * 4 + lane / 8;
+  const int column = lane % 8 * 8;
+  to += swizzled(first, lane % 8);
+#pragma unroll
+  for (int row = 0; row < rows; row += kStep) {
+    const typename Type::Memory* from = row_at(first + row);
+    const bool there = whole || from != nullptr;
+    if (!there) from = static_cast<const typename Type::Memory*>(any);
+#pragma unroll
+    for (int panel = 0; panel < panels_of(Type::kType, columns); ++panel) {
+      const int at = 64 * panel + column;
+      if (64 * panel + 64 > columns && at >= columns) continue;
+      const u32 place = to + panel * rows * kPanelRowBytes + row * kPanelRowBytes;
+      if (whole && kWholeColumns) {
+        async_copy16(place, from + at);
+      } else {
+        const u32 bytes = there ? bytes_of_chunk(at, dim) : 0;
+        async_copy16(place, bytes > 0 ? from + at : from, bytes);
+      }
+    }
+  }
+}
+
+// Q of the strips of a q tile; strip_row(i) is where strip i begins. Rows after the end of the sequence become zeros: the
+// lazy rescale votes over the rows of a warp, so that the bits of a row depend on the others, and zeros depend on nothing
+// but where the sequence ends.
+template <class StripRow>
+__device__ __forceinline__ void start_q(const PortableForwardParams& p, u32 smem, const QTile& tile, const Lengths& n,
+                                        const StripRow& strip_row) {
+#pragma unroll
+  for (int strip = 0; strip < kStrips; ++strip)
+    copy_rows<ElementQ, kStripRows, kHeadDim, false>(
+        smem + kLayout.q + strip * kLayout.strip_bytes, p.q.data, p.d, [&](int i) {
+          const int row = strip_row(strip) + i;
+          return row < n.sq ? row_of<ElementQ>(p.q, tile.batch, n.q_start + row, tile.head) : nullptr;
+        });
+  async_copy_commit();
+}
+
+// K and V of the key tiles of a q tile, from right to left, in kStages buffers. With two, the next K and V are on their
+// way while this tile is computed, and a tile takes one barrier. With one, V of a tile is on its way during S = Q K^T,
+// and the next K during the rest, which takes two.
+class KeyValueTiles {
+ public:
+  __device__ __forceinline__ KeyValueTiles(const PortableForwardParams& p, u32 smem, const QTile& q_tile,
+                                           const Lengths& n, const KeyTiles& tiles)
+      : p_(p), buffers_(smem + kLayout.stages), batch_(q_tile.batch), head_(q_tile.head / p.group), n_(n),
+        last_(tiles.begin) {
+    if (tiles.end > tiles.begin) {
+      start_k(tiles.end - 1, buffers_);
+      if (kStages > 1) start_v(tiles.end - 1, buffers_);
+    }
+    async_copy_commit();
+  }
+
+  // K of a tile, once it is there for all warps, which are done with the tile before.
+  __device__ __forceinline__ u32 keys(int tile) {
+    async_copy_wait<0>();
+    __syncthreads();
+    if (kStages == 1) {
+      start_v(tile, buffers_);
+      async_copy_commit();
+      return buffers_;
+    }
+    const u32 here = buffers_ + stage_ * kLayout.stage_bytes;
+    stage_ ^= 1;
+    if (tile > last_) {
+      const u32 next = buffers_ + stage_ * kLayout.stage_bytes;
+      start_k(tile - 1, next);
+      start_v(tile - 1, next);
+      async_copy_commit();
+    }
+    return here;
+  }
+
+  // V of the same tile, whose K lies at `k`; all warps are done with that.
+  __device__ __forceinline__ u32 values(int tile, u32 k) {
+    if (kStages == 1) {
+      async_copy_wait<0>();
+      __syncthreads();
+      if (tile > last_) {
+        start_k(tile - 1, buffers_);
+        async_copy_commit();
+      }
+    }
+    return k + kLayout.k_bytes;
+  }
+
+ private:
+  __device__ __forceinline__ void start_k(int tile, u32 to) const {
+    start<ElementK, kHeadDim>(p_.k, p_.d, tile * kBlockKeys, to);
+  }
+  __device__ __forceinline__ void start_v(int tile, u32 to) const {
+    start<ElementV, kValueDim>(p_.v, p_.dv, tile * kBlockKeys, to + kLayout.k_bytes);
+  }
+
+  // Keys after the end become zeros: they would meet P = 0, and 0 * NaN is NaN.
+  template <class Type, int columns>
+  __device__ __forceinline__ void start(const StridedTensor& t, int dim, int key, u32 to) const {
+    using Memory = typename Type::Memory;
+    const bool whole = key + kBlockKeys <= n_.sk;
+    if constexpr (kPage > 0) {
+      copy_rows<Type, kBlockKeys, columns, false>(to, t.data, dim, [&](int i) -> const Memory* {
+        const PageRow at = page_row(p_.pages, batch_, n_.k_start, n_.sk, key + i);
+        if (at.page < 0) return nullptr;
+        return static_cast<const Memory*>(t.data) + at.page * t.batch + at.row * t.row + head_ * t.head;
+      });
+    } else {
+      const Memory* const rows = static_cast<const Memory*>(t.data) + head_ * t.head +
+                                 key_entry(p_, batch_) * t.batch + (n_.k_start + key) * t.row;
+      if (whole) {
+        copy_rows<Type, kBlockKeys, columns, true>(to, t.data, dim, [&](int i) { return rows + i * t.row; });
+      } else {
+        copy_rows<Type, kBlockKeys, columns, false>(
+            to, t.data, dim, [&](int i) { return key + i < n_.sk ? rows + i * t.row : nullptr; });
+      }
+    }
+  }
+
+  const PortableForwardParams& p_;
+  u32 buffers_;
+  int batch_, head_;
+  const Lengths& n_;
+  int last_;  // the leftmost tile
+  u32 stage_ = 0;
+};

@@ -1,0 +1,92 @@
+// What the portable kernels compute, and which tile each card takes.
+#include <gtest/gtest.h>
+
+#include <set>
+
+#include "backward_call.h"
+#include "cuda/engine/architectures.h"
+#include "cuda/engine/cards.h"
+#include "cuda/engine/choose.h"
+#include "cuda/portable/forward.h"
+#include "forward_call.h"
+
+namespace fulgur::cuda::portable {
+namespace {
+
+using test::backward_problem;
+using test::forward_problem;
+
+constexpr Target kTarget{80, Target::Form::kCubin};
+
+/// The tile that a card takes.
+TileId tile_of(const Problem& problem, const Card& card) {
+  Reasons reasons;
+  return ranked(problem, architecture_of(kTarget).families, card, {}, &reasons).at(0)->tile;
+}
+
+TEST(PortablePlan, EveryCardHasTilesThatFit) {
+  for (const Card& card : known_cards()) {
+    for (const int64_t d : {1, 16, 64, 65, 96, 128, 129, 192, 193, 256}) {
+      for (const bool bias : {false, true}) {
+        std::vector<std::string> rejected;
+        Problem p = forward_problem({.d = d, .mask = causal()});
+        p.given.set(Arg::kBias, bias);
+        const auto tiles = forward_candidates(p, card, &rejected);
+        EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
+        std::set<std::string> names;  // tuning knows tiles by them
+        for (const auto& [plan, cycles, tuned_only] : tiles) {
+          EXPECT_LE(plan.shared_bytes, card.shared_bytes);
+          EXPECT_LE(plan.residents * (plan.shared_bytes + 1024), card.sm_shared_bytes);
+          EXPECT_EQ(plan.work.q_tiles, kernels::blocks_of(plan.work));
+          EXPECT_GT(cycles, 0);
+          EXPECT_TRUE(names.insert(plan.tile().text()).second);
+        }
+      }
+    }
+  }
+}
+
+// With 16 rows a warp, loads from shared memory take as long as fast tensor cores.
+TEST(PortablePlan, WarpsHave32RowsWhereTensorCoresAreFast) {
+  for (const int64_t d : {64, 128}) {
+    const Problem p = forward_problem({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .d = d});
+    EXPECT_EQ(tile_of(p, card_called("a100")).family, "portable_wide") << d;
+    EXPECT_EQ(tile_of(p, card_called("h200")).family, "portable_wide") << d;
+    EXPECT_EQ(tile_of(p, card_called("4090")).family, "portable_forward") << d;
+    EXPECT_EQ(tile_of(p, card_called("5090")).family, "portable_forward") << d;
+  }
+}
+
+TEST(PortablePlan, AFasterCardIsPredictedToTakeFewerCycles) {
+  const Problem p = forward_problem({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .d = 128});
+  Card slow = card_called("4090"), fast = slow;
+  fast.mma_rate *= 2;
+  const auto cycles = [&](const Card& card) {
+    std::vector<std::string> rejected;
+    return forward_candidates(p, card, &rejected).at(0).cycles;
+  };
+  EXPECT_LT(cycles(fast), cycles(slow));
+}
+
+// The bits of a sequence depend on its tile.
+TEST(PortablePlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
+  std::set<std::string> tiles;
+  for (const int64_t batch : {1, 3, 200}) {
+    for (const int64_t sq : {1, 77, 5000}) {
+      const Problem p = forward_problem(
+          {.batch = batch, .sq = sq, .sk = 5000, .d = 64, .mask = causal(), .invariant = true});
+      tiles.insert(tile_of(p, card_called("a100")).text());
+    }
+  }
+  EXPECT_EQ(tiles.size(), 1u);
+}
+
+TEST(PortablePlan, SaysWhatItDoesNotCompute) {
+  EXPECT_EQ(forward_rejects(forward_problem({})), "");
+  EXPECT_EQ(forward_rejects(backward_problem({})), "computes the forward pass alone");
+  EXPECT_EQ(forward_rejects(forward_problem({.d = 320})),
+            "computes d and dv up to 256, got 320 and 320");
+}
+
+}  // namespace
+}  // namespace fulgur::cuda::portable
