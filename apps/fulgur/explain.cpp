@@ -4,6 +4,7 @@
 
 #include "commands.h"
 #include "flags.h"
+#include "fulgur/cuda.h"
 #include "io/array.h"
 #include "io/file.h"
 #include "svg.h"
@@ -13,7 +14,7 @@ namespace {
 
 struct ExplainRequest {
   ShapeFlags shape;
-  std::string dtype = "f32", device = "cpu";
+  std::string dtype = "f32", device = "cpu", card;
   bool backward = false;
   int64_t page = 0;
   std::string svg;
@@ -21,8 +22,16 @@ struct ExplainRequest {
   OptionFlags flags;
 };
 
+/// The plan of a call, or the one for a card that need not be here.
+template <class Args>
+Plan plan_of(const ExplainRequest& r, const Args& args) {
+  if (r.card.empty()) return plan(args, r.flags.options());
+  return cuda::plan_for_card(r.card, args, r.flags.options());
+}
+
 Plan plan_of(const ExplainRequest& r) {
-  const Device device = device_called(r.device, "--device " + r.device);
+  const Device device = r.card.empty() ? device_called(r.device, "--device " + r.device)
+                                       : Device{DeviceType::kCuda, 0};
   const ShapeFlags s = r.shape.complete();
   const auto tensor = [&](int64_t rows, int64_t heads, int64_t dim) {
     return Tensor::contiguous(nullptr, dtype_called(r.dtype), {s.batch, rows, heads, dim}, device);
@@ -30,9 +39,9 @@ Plan plan_of(const ExplainRequest& r) {
   const Tensor q = tensor(s.sq, s.hq, s.d), out = tensor(s.sq, s.hq, s.dv);
   const Tensor k = tensor(s.sk, s.hk, s.d), v = tensor(s.sk, s.hk, s.dv);
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {s.batch, s.hq, s.sq}, device);
-  if (r.backward) return plan(BackwardArgs{out, q, k, v, out, lse, q, k, v}, r.flags.options());
+  if (r.backward) return plan_of(r, BackwardArgs{out, q, k, v, out, lse, q, k, v});
   ForwardArgs args{q, k, v, out, lse};
-  if (r.page == 0) return plan(args, r.flags.options());
+  if (r.page == 0) return plan_of(r, args);
   if (s.sk > std::numeric_limits<int32_t>::max()) {
     io::fail("--page", "got {} keys, want at most 2^31 - 1 in a cache", s.sk);
   }
@@ -45,9 +54,11 @@ Plan plan_of(const ExplainRequest& r) {
   args.v = cache(s.dv);
   args.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {s.batch, pages}, device);
   std::vector<int32_t> lengths(static_cast<size_t>(s.batch), static_cast<int32_t>(s.sk));
-  void* const on_host = device.type == DeviceType::kCpu ? lengths.data() : nullptr;
-  args.lengths.seqused_k = Tensor::contiguous(on_host, DType::kI32, {s.batch}, device);
-  return plan(args, r.flags.options());
+  // Of a card that is not here, the time is of these lengths.
+  const bool known = device.type == DeviceType::kCpu || !r.card.empty();
+  args.lengths.seqused_k = Tensor::contiguous(known ? lengths.data() : nullptr, DType::kI32,
+                                              {s.batch}, known ? Device{} : device);
+  return plan_of(r, args);
 }
 
 void explain(const ExplainRequest& r) {
@@ -80,7 +91,14 @@ void add_explain(CLI::App& app) {
       "what it is expected to take");
   r->shape.add_to(*command);
   add_dtype(*command, r->dtype, "Default f32");
-  add_device(*command, r->device, "Where the tensors are; default cpu");
+  auto* device = add_device(*command, r->device, "Where the tensors are; default cpu");
+  command
+      ->add_option(
+          "--card", r->card,
+          "Plan for a GPU that need not be here, and say what it is expected to take: a100, "
+          "h100, h200, l4, 3090, ...")
+      ->type_name("NAME")
+      ->excludes(device);
   auto* backward = command->add_flag("--backward", r->backward, "The plan of the gradient");
   add_whole<int64_t>(*command, "--page", r->page, "Keys in pages of so many; default: side by side",
                      1)
@@ -97,6 +115,7 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 4096 --window 512,0 --backward\n"
       "  fulgur explain --sq 16384 --causal --chunk 4096 --svg tiles.svg\n"
       "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda\n"
+      "  fulgur explain --sq 8192 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --card h200\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --json");
   command->callback([r] { explain(*r); });
 }

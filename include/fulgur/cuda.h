@@ -45,6 +45,15 @@ FULGUR_API Prewarmed prewarm(const BackwardArgs& args, const Options& options,
                              const std::string& folder = {},
                              std::span<const std::string> targets = {});
 
+/// A plan of a call for one card by its name, such as "a100", "h200", "3090" or "rtx-pro-6000",
+/// which need not be here: what a device of that kind would get, what it is expected to take and
+/// what binds, in Plan::explain() and details(). Needs neither a driver nor NVRTC. Its run() throws
+/// Error(kUnsupported). Throws Error as plan() does; kInvalidArgument for an unknown name.
+FULGUR_API Plan plan_for_card(const std::string& card, const ForwardArgs& args,
+                              const Options& options = {});
+FULGUR_API Plan plan_for_card(const std::string& card, const BackwardArgs& args,
+                              const Options& options = {});
+
 /// How long a call took with a tile Br x Bc of the score matrix.
 struct TileTime {
   std::string family;  ///< of kernels: "sm90_forward", "sm90_backward_atomic"

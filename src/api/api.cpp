@@ -3,6 +3,7 @@
 #include "base/parallel.h"
 #include "call/make_problem.h"
 #include "fulgur/attention.h"
+#include "fulgur/cuda.h"
 #include "plan/engines.h"
 #include "plan/plan.h"
 #include "plan/plan_cache.h"
@@ -43,6 +44,25 @@ Plan plan(const ForwardArgs& args, const Options& options) {
 
 Plan plan(const BackwardArgs& args, const Options& options) {
   return Plan(make_plan(make_problem(args, options), args, options, nullptr));
+}
+
+namespace {
+
+template <class Args>
+Plan planned_for(const std::string& card, const Args& args, const Options& options) {
+  const Engine* const engine = &engine_for_card(card);
+  return Plan(make_plan(make_problem(args, options), args, options, nullptr, {&engine, 1}));
+}
+
+}  // namespace
+
+Plan cuda::plan_for_card(const std::string& card, const ForwardArgs& args, const Options& options) {
+  return planned_for(card, args, options);
+}
+
+Plan cuda::plan_for_card(const std::string& card, const BackwardArgs& args,
+                         const Options& options) {
+  return planned_for(card, args, options);
 }
 
 void forward(const ForwardArgs& args, const Options& options, const Run& run) {

@@ -12,7 +12,6 @@
 #include "call/prefix_split.h"
 #include "fulgur/error.h"
 #include "plan/append_executable.h"
-#include "plan/engines.h"
 #include "plan/shared_prefix.h"
 
 namespace fulgur {
@@ -87,14 +86,15 @@ std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& 
 
 template <class Args>
 std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
-                                            const Options& options, const Run* run) {
+                                            const Options& options, const Run* run,
+                                            std::span<const Engine* const> engines) {
   auto impl = std::make_shared<Plan::Impl>();
   impl->problem = std::move(problem);
   impl->planned = args;
   impl->lengths = lengths_of(impl->problem, args);
   const int threads = checked_threads(options);
   impl->engine =
-      &choose_engine(all_engines(), without_append(impl->problem), options.engine, &impl->rejected);
+      &choose_engine(engines, without_append(impl->problem), options.engine, &impl->rejected);
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
   impl->generation = impl->engine->generation();
   impl->executable = executable_of(impl->problem, *impl->engine, threads, &impl->rejected);
@@ -105,9 +105,9 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
 }
 
 template std::shared_ptr<const Plan::Impl> make_plan(Problem, const ForwardArgs&, const Options&,
-                                                     const Run*);
+                                                     const Run*, std::span<const Engine* const>);
 template std::shared_ptr<const Plan::Impl> make_plan(Problem, const BackwardArgs&, const Options&,
-                                                     const Run*);
+                                                     const Run*, std::span<const Engine* const>);
 
 template <class Args>
 void run_plan(const Plan::Impl& plan, const Args& args, const Run& run) {

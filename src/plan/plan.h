@@ -2,6 +2,7 @@
 
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <variant>
 #include <vector>
@@ -10,6 +11,7 @@
 #include "engine/engine.h"
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
+#include "plan/engines.h"
 
 namespace fulgur {
 
@@ -25,11 +27,12 @@ struct Plan::Impl {
   std::unique_ptr<const Executable> executable;
 };
 
-/// Chooses an engine for a problem and lets it plan. `run`: of the call that waits for the plan, if
-/// one does.
+/// Chooses one of `engines` for a problem and lets it plan. `run`: of the call that waits for the
+/// plan, if one does.
 template <class Args>
 std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
-                                            const Options& options, const Run* run);
+                                            const Options& options, const Run* run,
+                                            std::span<const Engine* const> engines = all_engines());
 
 /// Runs a call whose shapes are those of the plan.
 template <class Args>

@@ -128,6 +128,10 @@ def test_explain():
     fails("explain", "--sk", "2000000000", "--batch", "9000000000000000000", "--page", "1", says=["page_table"])
     causal, chunks = (details("--sq", "4096", "--causal", *chunk) for chunk in ((), ("--chunk", "64")))
     assert chunks["call"]["chunk"] == 64 and chunks["flops"] < causal["flops"]
+    for page in ((), ("--page", "64")):
+        card = details("--sk", "8192", "--d", "128", "--dtype", "bf16", *page, "--card", "h200")
+        assert card["engine"] == "cuda" and card["estimate_us"] > 0 and card["bound"] == "memory"
+    fails("explain", "--card", "v100", says=["v100", "h200"])
     fails("explain", "--d", "1000", says=["1000"])
     fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
 

@@ -23,4 +23,10 @@ struct Card {
   bool operator==(const Card&) const = default;
 };
 
+/// FLOP a clock and SM of the fastest dense products of 16-bit inputs that its kernels have.
+inline double tensor_rate(const Card& card) {
+  constexpr double kWgmmaRate = 4096;
+  return features_of(card.target).has_wgmma ? kWgmmaRate : card.mma_rate;
+}
+
 }  // namespace fulgur::cuda

@@ -41,6 +41,8 @@ class Candidate {
   /// Why the model takes it only where there is no other; empty when it may take it.
   std::string tuned_only;
 
+  /// What it is, without why it was chosen.
+  virtual Explanation explain() const = 0;
   /// What it launches, the kernel of the tile first.
   virtual std::vector<KernelUse> kernels() const = 0;
   virtual std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const = 0;

@@ -31,6 +31,14 @@ class PlannedCandidate final : public Candidate {
     tuned_only = fitting.tuned_only;
   }
 
+  Explanation explain() const override {
+    if constexpr (requires { describe(plan_, problem_); }) {
+      return describe(plan_, problem_);
+    } else {
+      return describe(plan_);
+    }
+  }
+
   std::vector<KernelUse> kernels() const override { return kKernels(plan_); }
 
   std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override {

@@ -33,6 +33,13 @@ std::vector<KernelUse> kernels_of(const ScoresPlan& plan) {
   return {{{"common/scores.cu", kernel_config(plan)}, "fulgur_scores", plan.shared_bytes()}};
 }
 
+Explanation describe(const ScoresPlan& plan) {
+  Explanation e;
+  e.decisions.push_back("scores row by row in f32, a CTA a query of a head");
+  describe_tile(plan.tile(), plan, e.details);
+  return e;
+}
+
 /// Whether chosen rows lie in the host's memory, so that launches list them.
 bool is_listed(const ConstTensor& rows) {
   return rows.given() && rows.device.type == DeviceType::kCpu;
@@ -84,9 +91,7 @@ class ScoresExecutable final : public Executable {
   }
 
   Explanation explain() const override {
-    Explanation e;
-    e.decisions.push_back("scores row by row in f32, a CTA a query of a head");
-    describe_tile(plan_.tile(), plan_, e.details);
+    Explanation e = describe(plan_);
     numbers_.describe(e);
     return with_reasons(std::move(e), reasons_);
   }

@@ -18,7 +18,7 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kRounds = 64;
+constexpr int kProductsOfChain = 64;
 constexpr double kFlopsOfProduct = 2.0 * 16 * 16 * 8;
 constexpr double kStep = 64;  // of what a device may have
 constexpr double kLeast = 128, kMost = 16384;
@@ -61,10 +61,10 @@ std::optional<double> measured(Gpu& gpu) try {
   const OutsideCapture outside;
   const Number cycles;
   cycles.set(0);
-  const MmaRateParams params{kRounds, cycles.pointer()};
+  const MmaRateParams params{kProductsOfChain, cycles.pointer()};
   launch(CU_STREAM_PER_THREAD, kernel, &params, {}, 32 * kMmaRateWarps, 0, "measuring mma.sync");
   check(driver().cuStreamSynchronize(CU_STREAM_PER_THREAD), "measuring mma.sync");
-  const double products = double{kRounds} * kMmaRateWarps * kMmaRateChains;
+  const double products = double{kProductsOfChain} * kMmaRateWarps * kMmaRateChains;
   const double rate = products * kFlopsOfProduct / static_cast<double>(cycles.value());
   return kStep * std::round(rate / kStep);
 } catch (const Error&) {

@@ -24,6 +24,15 @@ std::vector<Fitting<DecodePlan>> decode_candidates(const Problem& problem, const
   return {decode_candidate(problem, card)};
 }
 
+Explanation described(Explanation many, const Explanation& few) {
+  many.details.add("few_rows", few.details);
+  for (const std::string& sentence : few.decisions) {
+    many.decisions.push_back(
+        fmt::format("of sequences of up to {} rows of a kv head: {}", kFewRows, sentence));
+  }
+  return many;
+}
+
 /// Runs both kernels one after the other in one workspace.
 class ByRowsExecutable final : public Executable {
  public:
@@ -34,15 +43,7 @@ class ByRowsExecutable final : public Executable {
     many_->run(call, run);
     few_->run(call, run);
   }
-  Explanation explain() const override {
-    Explanation both = many_->explain(), few = few_->explain();
-    both.details.add("few_rows", few.details);
-    for (const std::string& sentence : few.decisions) {
-      both.decisions.push_back(
-          fmt::format("of sequences of up to {} rows of a kv head: {}", kFewRows, sentence));
-    }
-    return both;
-  }
+  Explanation explain() const override { return described(many_->explain(), few_->explain()); }
   WorkspaceNeed workspace() const override {
     WorkspaceNeed need = many_->workspace();
     need.bytes = std::max(need.bytes, few_->workspace().bytes);
@@ -64,6 +65,7 @@ class ByRowsCandidate final : public Candidate {
     tuned_only = many_->tuned_only;
   }
 
+  Explanation explain() const override { return described(many_->explain(), few_->explain()); }
   std::vector<KernelUse> kernels() const override {
     std::vector<KernelUse> kernels = many_->kernels();
     std::ranges::move(few_->kernels(), std::back_inserter(kernels));
