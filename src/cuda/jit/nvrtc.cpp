@@ -138,7 +138,7 @@ std::vector<const char*> pointers(std::span<const std::string> strings) {
 template <class Size, class Get>
 std::string text(nvrtcProgram program, Size size_of, Get get) {
   size_t size = 0;
-  if (size_of(program, &size) != 0) return {};
+  if (size_of(program, &size) != 0 || size == 0) return {};
   std::string result(size, '\0');
   get(program, result.data());
   return result;
