@@ -21,7 +21,7 @@ MAX_UNITS = 16  # of a folder
 PUBLIC = "include/fulgur"
 HOST_DEVICE = ["kernels/host_device"]
 SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
-CALL = [PUBLIC, "base", "call", *HOST_DEVICE]
+CALL = [PUBLIC, "base", "expression", "call", *HOST_DEVICE]
 CUDA_COMMON = [*CALL, "engine", "kernels/common", "cuda/driver", "cuda/jit", "cuda/device"]
 KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
@@ -31,7 +31,8 @@ SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 FOLDERS = {
     PUBLIC: [],
     "base": [PUBLIC, *HOST_DEVICE],
-    "call": [PUBLIC, "base", *HOST_DEVICE],
+    "expression": [PUBLIC, "base"],
+    "call": [PUBLIC, "base", "expression", *HOST_DEVICE],
     "engine": CALL,
     "host": [*CALL, "engine"],
     "reference": [*CALL, "engine", "host"],

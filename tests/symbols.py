@@ -14,8 +14,9 @@ PUBLIC = re.compile(
     r"(fulgur_\w+"
     r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
-    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|Details"
-    r"|forward|backward|plan|append|merge|scores|scores_shape|engines|size_of|name_of)\b.*)"
+    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|Details|Expr"
+    r"|TensorSymbol|forward|backward|plan|append|merge|parse_expression|scores|scores_shape|engines|size_of|name_of)"
+    r"\b.*)"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_DECLARATION = re.compile(r"\b(fulgur_\w+)\(")

@@ -9,6 +9,7 @@
 #include "fulgur/cache.h"
 #include "fulgur/details.h"
 #include "fulgur/export.h"
+#include "fulgur/expression.h"
 #include "fulgur/lengths.h"
 #include "fulgur/mask.h"
 #include "fulgur/tensor.h"
@@ -19,12 +20,17 @@ namespace fulgur {
 /// v.
 ///
 ///   scores = scale * q k^T, then softcap * tanh(scores / softcap), then the ALiBi bias
-///   -slope * |D(i) - j| (mask.h), then the dense bias, then the mask, then softmax (of these and
-///   the head's sink), then dropout, then v.
+///   -slope * |D(i) - j| (mask.h), then score_mod(scores), then the dense bias, then the masks,
+///   then softmax (of these and the head's sink), then dropout, then v.
 struct Options {
   Mask mask{};  ///< full(), causal(), window(left, right), chunked(chunk), top_left(mask)
   std::optional<double> scale{};  ///< |scale| * log2(e) <= the largest f32; default 1 / sqrt(d_qk)
   double softcap = 0;             ///< >= 0; 0 = off
+  /// What scores become (expression.h): a number of `score` and its place. -inf hides the key. The
+  /// tensors that it indexes are those of the call.
+  Expr score_mod{};
+  /// Whether the query sees the key, of those that `mask` shows: a bool of the place of a score.
+  Expr mask_mod{};
   /// Dropout of the probabilities: an entry is dropped with this probability (0 <= p < 1), the kept
   /// ones are scaled by 1 / (1 - p). Run says which random numbers.
   double dropout_p = 0;
@@ -75,6 +81,7 @@ struct ForwardArgs {
   /// bool says whether the query sees it. Queries and keys count from the first one of their
   /// sequence that exists, and packed sequences and caches may have a bias of more of both.
   ConstTensor bias{};
+  std::vector<TensorBinding> tensors{};  ///< those that the expressions of the options index
   KvCache cache{};  ///< k and v are caches whose sequences lie where tables say
   SharedPrefix shared_prefix{};
   /// New keys and values: the call appends them, as fulgur::append() does, and attends what the
@@ -106,6 +113,8 @@ struct BackwardArgs {
   /// the bias; any strides. Optional, and with a bias of numbers alone; where no query sees a key
   /// it is 0.
   Tensor dbias{};
+  /// Those that the expressions of the options index, and where the gradients of some go.
+  std::vector<TensorBinding> tensors{};
 };
 
 /// Memory for a run besides its tensors. One run at a time may use it.

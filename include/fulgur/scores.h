@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <vector>
 
 #include "fulgur/attention.h"
 #include "fulgur/export.h"
@@ -13,7 +14,8 @@ namespace fulgur {
 enum class ScoreStage : uint8_t {
   kScaled,   ///< scale * q k^T
   kSoftcap,  ///< and softcap
-  kMasked,   ///< and ALiBi, the dense bias and the mask: -inf where the query does not see the key
+  /// and ALiBi, score_mod, the dense bias and the masks: -inf where the query does not see the key
+  kMasked,
   kProbabilities,  ///< and the softmax with the head's sink; a row that sees no key is all 0
 };
 
@@ -29,6 +31,7 @@ struct ScoresArgs {
   /// given: all of them.
   ConstTensor rows{};
   ConstTensor alibi_slopes{}, sinks{}, tree_mask{}, bias{};
+  std::vector<TensorBinding> tensors{};
   VarLen lengths{};
   KvCache cache{};
   ScoreStage stage = ScoreStage::kProbabilities;
@@ -37,9 +40,10 @@ struct ScoresArgs {
 /// Writes the scores or the probabilities of attention, which forward() never keeps: to look at
 /// them, to align words, for interfaces that return them. It computes a row at a time, on the CPU
 /// in double precision by the engine "reference", on a GPU in f32, and needs no memory of the size
-/// of its result; it is no fast path. Of `options` it takes the mask, scale, softcap, max_seqlen_q,
-/// max_seqlen_k, threads and engine; the dropout of probabilities comes later. Of `run` it takes
-/// the stream and the workspace. Throws Error: kInvalidArgument, and kUnsupported for f64 on a GPU.
+/// of its result; it is no fast path. Of `options` it takes the masks, scale, softcap, score_mod,
+/// max_seqlen_q, max_seqlen_k, threads and engine; the dropout of probabilities comes later. Of
+/// `run` it takes the stream and the workspace. Throws Error: kInvalidArgument, and kUnsupported
+/// for f64 or expressions on a GPU.
 FULGUR_API void scores(const ScoresArgs& args, const Options& options = {}, const Run& run = {});
 
 /// The shape that ScoresArgs::scores must have, which is not looked at.

@@ -120,6 +120,16 @@ void list_given(const Args& args, std::vector<NamedTensor>& to) {
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     list_given(args.append, to);
   }
+  if constexpr (requires { args.tensors; }) {
+    for (const TensorBinding& binding : args.tensors) {
+      TensorRule rule{};
+      rule.arg = Arg::kCount;  // of no table
+      rule.name = binding.name.c_str();
+      add(rule, binding.tensor);
+      rule.access = Access::kWritten;
+      add(rule, binding.grad);
+    }
+  }
 }
 
 bool rotated_in_place(const NamedTensor& a, const NamedTensor& b) {
@@ -161,6 +171,17 @@ void check_as_planned(const Args& planned, const Args& args) {
   for_each_tensor(check, args, planned);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     for_each_tensor(check, args.append, planned.append);
+  }
+  if (!std::ranges::equal(args.tensors, planned.tensors, {}, &TensorBinding::name,
+                          &TensorBinding::name)) {
+    fail("tensors", "got others than planned");
+  }
+  for (size_t i = 0; i < args.tensors.size(); ++i) {
+    const TensorBinding &binding = args.tensors[i], &want = planned.tensors[i];
+    TensorRule rule{};
+    rule.name = binding.name.c_str();
+    check(rule, binding.tensor, want.tensor);
+    check(rule, binding.grad, want.grad);
   }
 }
 

@@ -207,6 +207,8 @@ Problem make_shared(const Args& args, const Options& options) {
     p.slopes_head = slopes.strides[slopes.rank - 1];
   }
   if (args.bias.given()) p.bias = checked_bias(args.bias, p);
+  const bool backward = std::is_same_v<Args, BackwardArgs>;
+  p.expressions = expression::Expressions(options, args.tensors, {p.device, backward});
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
   p.max_workspace = options.max_workspace;

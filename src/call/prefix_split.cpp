@@ -82,6 +82,7 @@ std::string undivided(const Problem& p) {
     return "the mask is aligned top-left, and a part does not know its first key";
   if (p.has(Arg::kAlibiSlopes))
     return "ALiBi biases by the distance of a key, which a part does not know";
+  if (p.expressions.given()) return "expressions count keys that a part does not";
   if (p.has(Arg::kBias)) return "a bias has numbers for keys that a part does not count";
   if (p.dropout_p > 0) return "dropout draws for each sequence";
   if (p.has(Arg::kLeftpadK)) return "leftpad_k has sequences begin at other keys";

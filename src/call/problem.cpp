@@ -47,6 +47,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
   for (const Problem::Bias* b : {&p.bias, &p.dbias}) {
     add(b->dtype, b->batch, b->head, b->row, b->key, b->aligned);
   }
+  add(p.expressions.hash());
   add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
       p.max_workspace);
   return hash;

@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "call/tensors.h"
+#include "expression/call.h"
 #include "fulgur/attention.h"
 
 namespace fulgur {
@@ -89,6 +90,7 @@ struct Problem {
   bool slopes_of_batch = false;               ///< alibi_slopes are (batch, hq)
   int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
   Bias bias, dbias;
+  expression::Expressions expressions;
   bool deterministic = false, invariant = false;
   int64_t max_workspace = 0;  ///< bytes; 0: any number
 

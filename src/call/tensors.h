@@ -277,11 +277,15 @@ static_assert(sizeof(SharedPrefix) == kSharedPrefixTensors * sizeof(Tensor));
 static_assert(sizeof(Rotary) ==
               kRotaryTensors * sizeof(Tensor) + sizeof(void*));  // with `interleaved`
 static_assert(sizeof(NewRows) == kNewRowsTensors * sizeof(Tensor) + sizeof(Rotary));
+// And of tensors that only expressions know.
 static_assert(sizeof(ForwardArgs) == kForwardTensors * sizeof(Tensor) + sizeof(VarLen) +
-                                         sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(NewRows));
-static_assert(sizeof(BackwardArgs) == kBackwardTensors * sizeof(Tensor) + sizeof(VarLen));
+                                         sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(NewRows) +
+                                         sizeof(ForwardArgs::tensors));
+static_assert(sizeof(BackwardArgs) ==
+              kBackwardTensors * sizeof(Tensor) + sizeof(VarLen) + sizeof(BackwardArgs::tensors));
 static_assert(sizeof(ScoresArgs) == kScoresTensors * sizeof(Tensor) + sizeof(VarLen) +
-                                        sizeof(KvCache) + sizeof(void*));  // with `stage`
+                                        sizeof(KvCache) + sizeof(ScoresArgs::tensors) +
+                                        sizeof(void*));  // with `stage`
 static_assert(sizeof(AppendArgs) ==
               kAppendTensors * sizeof(Tensor) + sizeof(NewRows) + sizeof(KvCache));
 

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -44,8 +45,8 @@ struct Merge {
 template <class Args>
 class Work {
  public:
-  Work(const Problem& problem, const Kernels& kernels, const CpuPlan& plan, const Args& args,
-       const Run& run, float* memory)
+  Work(const Problem& problem, const Kernels& kernels, const CpuPlan& plan,
+       const expression::StagedGraph* expressions, const Args& args, const Run& run, float* memory)
       : p_(problem),
         k_(kernels),
         plan_(plan),
@@ -56,6 +57,7 @@ class Work {
                args.bias, dropout_of(problem, args, run)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {
+    if (expressions != nullptr) bind(*expressions);
     if constexpr (std::is_same_v<Args, BackwardArgs>) {
       if (!args.dbias.given()) return;
       given_.dbias = {plan.dbias_sums > 0 ? shared_ + plan.dbias_offset : args.dbias.data,
@@ -101,14 +103,34 @@ class Work {
     write_padding(p_, sequences_, args_);
   }
 
-  void backward() const {
+  void backward() {
     if (p_.has(Arg::kDbias)) clear_dbias();
+    if (p_.expressions.wants_gradients()) clear_tensor_sums();
     gradients();
+    if (p_.expressions.wants_gradients()) round_tensor_sums();
     if (plan_.dbias_sums > 0) round_dbias();
     write_padding(p_, sequences_, args_);
   }
 
  private:
+  /// Binds the tensors of expressions, and looks at what masks hide of the tiles of each sequence.
+  void bind(const expression::StagedGraph& graph) {
+    bound_ = p_.expressions.bound(args_.tensors);
+    expressions_.emplace(GivenExpressions{.graph = graph, .tensors = {}});
+    expressions_->scratch = plan_.expressions;
+    for (const TensorBinding& t : bound_) expressions_->tensors.push_back(t.tensor);
+    given_.expressions = &*expressions_;
+    if (graph.call.mask < 0) return;
+    std::vector<std::optional<expression::MaskHulls>> hulls(p_.batch);
+    each(p_.batch, [&](int64_t b) {
+      const Sequence s = sequences_[b];
+      const int64_t q0 = p_.packed ? s.q_begin : 0;
+      hulls[b].emplace(graph, expressions_->tensors,
+                       expression::Place{.b = b, .sq = s.sq, .sk = s.sk, .q0 = q0}, kBc);
+    });
+    for (auto& one : hulls) expressions_->hulls.push_back(std::move(*one));
+  }
+
   Task task(int64_t b, int64_t kv) const {
     const Sequence s = sequences_[b];
     return {p_, given_, s, keys_.of(b, s), b, kv};
@@ -199,9 +221,10 @@ class Work {
     const int64_t splits = plan_.splits;
     const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
     float* const dq = shared_ + plan_.dq_offset;
-    each(static_cast<int64_t>(heads.size()) * splits, [&](int64_t i) {
+    const auto compute = [&](int64_t i, double* tensor_sums) {
       const int64_t split = i % splits;
-      const Task t = task(heads[i / splits].b, heads[i / splits].kv);
+      Task t = task(heads[i / splits].b, heads[i / splits].kv);
+      t.tensor_sums = tensor_sums;
       float* part = dq + (splits > 1 ? i : thread_index()) * accumulator;
       std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
@@ -209,7 +232,17 @@ class Work {
         k_.backward(t, args_, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
       }
       if (splits == 1) k_.backward_dq(t, args_, 0, t.rows(), &part, 1);
-    });
+    };
+    const int64_t tasks = static_cast<int64_t>(heads.size()) * splits;
+    if (!p_.expressions.wants_gradients()) {
+      each(tasks, [&](int64_t i) { compute(i, nullptr); });
+    } else {  // each sum has its own tasks, in their order, so that it has the same bits every time
+      each(sums_, [&](int64_t sum) {
+        for (int64_t i = sum; i < tasks; i += sums_) {
+          compute(i, tensor_sums_.get() + sum * sum_doubles_);
+        }
+      });
+    }
     if (splits == 1) return;
     std::vector<Item> blocks;  // `work` is the place among the heads
     for (int64_t i = 0; i < static_cast<int64_t>(heads.size()); ++i) {
@@ -288,6 +321,37 @@ class Work {
       }
     });
   }
+
+  /// Zeros for the gradients of the tensors of expressions: a sum for each thread, but that they
+  /// take no more than so much memory.
+  void clear_tensor_sums() {
+    for (const TensorBinding& t : bound_) {
+      expressions_->sums.push_back(sum_doubles_);
+      if (t.grad.given()) sum_doubles_ += t.grad.numel();
+    }
+    sums_ =
+        std::clamp<int64_t>(kMaxSumDoubles / std::max<int64_t>(sum_doubles_, 1), 1, plan_.threads);
+    tensor_sums_ = std::make_unique<double[]>(sums_ * sum_doubles_);
+  }
+
+  void round_tensor_sums() const {
+    for (size_t n = 0; n < bound_.size(); ++n) {
+      const Tensor& to = bound_[n].grad;
+      for (int64_t at = 0; at < to.numel(); ++at) {
+        double total = 0;
+        for (int64_t sum = 0; sum < sums_; ++sum) {
+          total += tensor_sums_[sum * sum_doubles_ + expressions_->sums[n] + at];
+        }
+        int64_t element = 0, rest = at;
+        for (int i = to.rank - 1; i >= 0; --i) {
+          element += rest % to.shape[i] * to.strides[i];
+          rest /= to.shape[i];
+        }
+        store_element(to.data, to.dtype, element, total);
+      }
+    }
+  }
+
   /// dsink_h = sum of P_sink (dLSE - rowsum(dO o O)) over the rows of head h, in their order and in
   /// f64.
   template <class Rows>
@@ -308,6 +372,7 @@ class Work {
     });
   }
 
+  static constexpr int64_t kMaxSumDoubles = int64_t{1} << 25;
   static constexpr int64_t kRowBlock = 1024;  // rows of a task that only streams memory
 
   const Problem& p_;
@@ -318,23 +383,32 @@ class Work {
   KvLocator keys_;
   Given given_;
   float *scratch_, *shared_;
+  std::vector<TensorBinding> bound_;
+  std::optional<GivenExpressions> expressions_;
+  std::unique_ptr<double[]> tensor_sums_;  // [sums_][sum_doubles_]
+  int64_t sums_ = 0, sum_doubles_ = 0;
 };
 
 class CpuExecutable final : public Executable {
  public:
   CpuExecutable(const Problem& problem, int threads)
-      : p_(problem),
-        k_(choose_kernels(p_, &rejected_)),
-        plan_(make_plan(p_, threads, k_, &rejected_)) {}
+      : p_(problem), k_(choose_kernels(p_, &rejected_)) {
+    if (p_.expressions.given()) {
+      expressions_.emplace(p_.expressions.graph(p_.pass == Pass::kBackward));
+    }
+    plan_ = make_plan(p_, threads, k_, &rejected_, expressions());
+  }
 
   void run(const Call& call, const Run& run) const override {
     const bool own = run.workspace.data == nullptr;
     const host::ScratchMemory memory(own ? plan_.workspace_bytes() : 0);
     auto* const floats = static_cast<float*>(own ? memory.data() : run.workspace.data);
     if (p_.pass == Pass::kForward) {
-      Work(p_, k_, plan_, *std::get<const ForwardArgs*>(call), run, floats).forward();
+      Work(p_, k_, plan_, expressions(), *std::get<const ForwardArgs*>(call), run, floats)
+          .forward();
     } else {
-      Work(p_, k_, plan_, *std::get<const BackwardArgs*>(call), run, floats).backward();
+      Work(p_, k_, plan_, expressions(), *std::get<const BackwardArgs*>(call), run, floats)
+          .backward();
     }
   }
 
@@ -345,6 +419,7 @@ class CpuExecutable final : public Executable {
   }
 
   Estimate estimate(const std::vector<Sequence>& lengths) const override {
+    if (p_.expressions.given()) return {};  // nobody knows how much they hide
     const Cost cost = cost_of(plan_, k_, p_, lengths);
     if (cost.tasks == 0) return {};
     const double busy = std::min<double>(plan_.threads, std::ceil(cost.tasks));
@@ -356,9 +431,14 @@ class CpuExecutable final : public Executable {
   }
 
  private:
+  const expression::StagedGraph* expressions() const {
+    return expressions_ ? &*expressions_ : nullptr;
+  }
+
   Problem p_;
   std::vector<std::string> rejected_;
   const Kernels& k_;
+  std::optional<expression::StagedGraph> expressions_;
   CpuPlan plan_;
 };
 

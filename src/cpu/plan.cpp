@@ -117,7 +117,7 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
-  plan.decode_rows = k.decode_rows;
+  plan.decode_rows = p.expressions.given() ? 0 : k.decode_rows;
   // Packed sequences may be short with a long one, and so may those of seqused_q.
   const int64_t rows = p.group() * p.sq;
   const int64_t min_rows = p.packed || p.has(Arg::kSeqUsedQ) ? p.group() : rows;
@@ -128,8 +128,10 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
     rejected->push_back(fmt::format("row panels: {} rows a kv head leave vectors empty", rows));
   }
   if (!decode) {
-    rejected->push_back(fmt::format("decode split over keys: {} rows a kv head, more than {}",
-                                    min_rows, plan.decode_rows));
+    rejected->push_back(p.expressions.given()
+                            ? "decode split over keys: it computes no expressions"
+                            : fmt::format("decode split over keys: {} rows a kv head, more than {}",
+                                          min_rows, plan.decode_rows));
   }
 }
 
@@ -218,6 +220,8 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
       why = "a product of f16 is three of theirs, slower than vectors";
     } else if (p.has(Arg::kBias)) {
       why = "they add no bias to scores";
+    } else if (p.expressions.given()) {
+      why = "they compute no expressions";
     } else if (std::fabs(p.scale) > kMaxBf16Scale) {
       why = fmt::format("they take products for 0 that a scale of {} makes count", p.scale);
     } else if (chosen != nullptr) {
@@ -235,7 +239,7 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
 }
 
 CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
-                  std::vector<std::string>* rejected) {
+                  std::vector<std::string>* rejected, const expression::StagedGraph* expressions) {
   CpuPlan plan;
   plan.threads = thread_count(threads);
   // A tile holds at most all queries of a head, with those of the other heads of its group.
@@ -246,6 +250,10 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
     plan_forward(p, k, rejected, plan);
   } else {
     plan_backward(p, k, plan);
+  }
+  if (expressions != nullptr) {
+    plan.expressions = ceil_div(plan.scratch, 16) * 16;
+    plan.scratch = plan.expressions + ExpressionLayout(*expressions, k.panel_rows).words;
   }
   return plan;
 }

@@ -28,6 +28,7 @@ struct CpuPlan {
   int64_t parts = 0;         ///< so many such tasks are wanted; 0: all have min_part keys
   int64_t splits = 1;        ///< backward: tasks of a kv head
   int64_t scratch = 0;       ///< floats of a thread
+  int64_t expressions = 0;   ///< where among them the values of expressions lie
   int64_t shared = 0;        ///< floats of decoded states, or of D and dQ accumulators
   int64_t dq_offset = 0;     ///< backward: where the accumulators start, on a cache line
   int64_t dbias_offset = 0;  ///< backward: where sums of the gradient of the bias start
@@ -49,8 +50,10 @@ KeyRange decoded_keys(const Mask& mask, const Sequence& s);
 const Kernels& choose_kernels(const Problem& problem, std::vector<std::string>* rejected);
 
 /// Decides. `rejected` takes the alternatives and why not.
+/// `expressions`: the call's; null without.
 CpuPlan make_plan(const Problem& problem, int threads, const Kernels& kernels,
-                  std::vector<std::string>* rejected);
+                  std::vector<std::string>* rejected,
+                  const expression::StagedGraph* expressions = nullptr);
 
 /// The plan in sentences and as data.
 Explanation describe(const CpuPlan& plan, const Kernels& kernels, const Problem& problem);

@@ -63,6 +63,8 @@ std::string summary(const Problem& p) {
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
+  if (p.expressions.changes_scores()) s += ", score_mod " + p.expressions.score_text();
+  if (p.expressions.masks()) s += ", mask_mod " + p.expressions.mask_text();
   s += summary(p.cache);
   if (p.prefix_groups > 0) s += fmt::format(", shared prefixes of {} groups", p.prefix_groups);
   if (p.append.given) s += fmt::format(", {} new rows of k and v", p.append.tokens);
@@ -90,6 +92,8 @@ Details call_details(const Problem& p) {
   call.add("scale", p.scale);
   if (p.softcap > 0) call.add("softcap", p.softcap);
   if (p.dropout_p > 0) call.add("dropout_p", p.dropout_p);
+  if (p.expressions.changes_scores()) call.add("score_mod", p.expressions.score_text());
+  if (p.expressions.masks()) call.add("mask_mod", p.expressions.mask_text());
   if (p.cache.paged()) {
     call.add("page", p.cache.page);
     call.add("pages", p.cache.entries);

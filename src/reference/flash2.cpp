@@ -87,7 +87,7 @@ Backward flash2_backward(const Head& h, const Forward& forward, const OutputGrad
           add_scaled(h.dv, Z(i, j, P), dO_i, &dV[j * h.dv]);  // Alg. 2, line 12
           const double dP = Z(i, j, dot(h.dv, dO_i, v_j));    // Alg. 2, line 13
           const double dS = P * (dP - D[i]);                  // Alg. 2, line 14
-          dbias.add(i, j, dS);
+          add_gradients(h, i, j, dS, dbias);
           add_scaled(h.d, dS * dS_dqk, k_j, &dQ[i * h.d]);  // Alg. 2, line 15
           add_scaled(h.d, dS * dS_dqk, q_i, &dK[j * h.d]);  // Alg. 2, line 16
         }

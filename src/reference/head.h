@@ -23,9 +23,11 @@ struct Dropout {
   kernels::DropoutMask mask{};
 };
 
+class HeadExpressions;
+
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
-/// -slope * |D(i) - j|, then the dense bias, then the band mask and the tree mask; then the
-/// softmax, which the sink joins; after it dropout.
+/// -slope * |D(i) - j|, then the score expression, then the dense bias, then the band mask, the
+/// tree mask and the mask expression; then the softmax, which the sink joins; after it dropout.
 struct Rule {
   double scale = 1;
   double softcap = 0;  // 0: none
@@ -34,8 +36,9 @@ struct Rule {
   Band band = {};
   const uint64_t* tree = nullptr;  // [sq]: bit j: query i sees key sk - sq + j; null: all
   Dropout dropout = {};
-  uint64_t head_index = 0;  // b * hq + h: the Philox stream of this head
-  HeadBias bias = {};       // its -inf hides keys
+  uint64_t head_index = 0;                 // b * hq + h: the Philox stream of this head
+  HeadBias bias = {};                      // its -inf hides keys
+  HeadExpressions* expressions = nullptr;  // null: none
 };
 
 /// One head, dense row-major: q [sq, d], k [sk, d], v [sk, dv]. sq and sk may be 0.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "reference/expressions.h"
 #include "reference/head.h"
 
 namespace fulgur::reference {
@@ -26,7 +27,7 @@ inline int64_t chunk_of(const Band& band, int64_t key) {
   return key >= 0 ? key / band.chunk : -1 - (-1 - key) / band.chunk;
 }
 
-/// Query i sees key j: the band, its chunk and the tree show it.
+/// Query i sees key j: the band, its chunk, the tree and the mask expression show it.
 inline bool sees(const Head& h, int64_t i, int64_t j) {
   const Rule& rule = h.rule;
   const int64_t away = distance(h, i, j);
@@ -34,7 +35,8 @@ inline bool sees(const Head& h, int64_t i, int64_t j) {
   if (rule.band.right >= 0 && away > rule.band.right) return false;
   if (rule.band.chunk > 0 && chunk_of(rule.band, j) != chunk_of(rule.band, j - away)) return false;
   const int64_t token = j - (h.sk - h.sq);  // of the queries' own
-  return rule.tree == nullptr || token < 0 || (rule.tree[i] >> token & 1) != 0;
+  if (rule.tree != nullptr && token >= 0 && (rule.tree[i] >> token & 1) == 0) return false;
+  return rule.expressions == nullptr || rule.expressions->sees(i, j);
 }
 
 /// All keys of J lie in chunks before or after those of the queries of I.

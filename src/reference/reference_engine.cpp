@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 
 #include "base/convert.h"
 #include "base/parallel.h"
@@ -13,6 +14,7 @@
 #include "call/tree.h"
 #include "host/host_engine.h"
 #include "reference/algorithms.h"
+#include "reference/expressions.h"
 
 namespace fulgur::reference {
 namespace {
@@ -52,17 +54,34 @@ void scatter(const std::vector<double>& dense, const Tensor& t, const Layout& la
   }
 }
 
+/// Writes sums, side by side in the shape of a tensor, to its elements.
+void write_sums(const std::vector<double>& sums, const Tensor& to) {
+  for (size_t n = 0; n < sums.size(); ++n) {
+    int64_t at = 0, rest = static_cast<int64_t>(n);
+    for (int i = to.rank - 1; i >= 0; --i) {
+      at += rest % to.shape[i] * to.strides[i];
+      rest /= to.shape[i];
+    }
+    store_element(to.data, to.dtype, at, sums[n]);
+  }
+}
+
 /// One call.
 template <class Args>
 class Work {
  public:
-  Work(const Problem& problem, int threads, const Args& args, const Run& run)
+  Work(const Problem& problem, int threads, const PassExpressions& expressions, const Args& args,
+       const Run& run)
       : p_(problem),
         threads_(threads),
         args_(args),
         sequences_(problem, args),
         keys_(problem, sequences_, args),
-        dropout_(dropout_of(problem, args, run)) {}
+        dropout_(dropout_of(problem, args, run)),
+        expressions_(expressions),
+        bound_(problem.expressions.bound(args.tensors)) {
+    for (const TensorBinding& binding : bound_) tensors_.push_back(binding.tensor);
+  }
 
   void forward() const {
     if (p_.total_q == 0) return;  // with no rows there may be any number of heads
@@ -72,7 +91,8 @@ class Work {
       const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
       const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
       const auto v = gather_keys(args_.v, p_.v, keys_.of(b, s), s.sk, kv, p_.dv);
-      const Forward f = flash2_forward(head(b, h, s, q, k, v), kFastMemory);
+      HeadExpressions expressions = expressions_of(b, h, s, {});
+      const Forward f = flash2_forward(head(b, h, s, q, k, v, &expressions), kFastMemory);
       scatter(f.o, args_.out, p_.out, b, s.q_begin, h, p_.dv);
       if (p_.has(Arg::kLse)) scatter(f.lse, args_.lse, p_.lse, b, s.q_begin, h, 1);
     });
@@ -82,9 +102,14 @@ class Work {
   void backward() const {
     std::vector<double> dsinks(p_.has(Arg::kDsinks) && p_.total_q > 0 ? p_.batch * p_.hq : 0);
     std::vector<double> dbias(args_.dbias.given() ? args_.dbias.numel() : 0);
-    gradients(dsinks, dbias);
+    std::vector<std::vector<double>> of_tensors(bound_.size());
+    for (size_t n = 0; n < bound_.size(); ++n) {
+      if (bound_[n].grad.given()) of_tensors[n].resize(bound_[n].grad.numel());
+    }
+    gradients(dsinks, dbias, of_tensors);
     if (p_.has(Arg::kDsinks)) write_dsinks(dsinks);
-    write_dbias(dbias);
+    write_sums(dbias, args_.dbias);
+    for (size_t n = 0; n < bound_.size(); ++n) write_sums(of_tensors[n], bound_[n].grad);
   }
 
   void scores() const {
@@ -98,7 +123,8 @@ class Work {
       const Sequence s = sequences_[b];
       const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
       const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
-      Head one = head(b, h, s, q, k, {});
+      HeadExpressions expressions = expressions_of(b, h, s, {});
+      Head one = head(b, h, s, q, k, {}, &expressions);
       one.rule = rule_until(args_.stage, one.rule);
       for (int64_t r = begin; r < std::min(begin + kScoreRows, count); ++r) {
         // Of what does not exist there is no score.
@@ -123,13 +149,15 @@ class Work {
     return rows;
   }
 
-  /// `dsinks`, where it is not empty, takes those of every head of every sequence; `dbias` is added
-  /// to, side by side in the shape of the bias.
-  void gradients(std::vector<double>& dsinks, std::vector<double>& dbias) const {
+  /// `dsinks`, where it is not empty, takes those of every head of every sequence; `dbias` and
+  /// those of tensors are added to, side by side in their shapes.
+  void gradients(std::vector<double>& dsinks, std::vector<double>& dbias,
+                 std::vector<std::vector<double>>& of_tensors) const {
     if (p_.total_q == 0 && p_.total_k == 0) return;
     // One task owns a kv head, so that the gradients of its q heads add up in a fixed order, and
-    // where heads or sequences share a bias, one thread does.
-    const bool alone = !dbias.empty() && (p_.dbias.batch == 0 || p_.dbias.head == 0);
+    // where heads or sequences share a bias or a tensor, one thread does.
+    const bool alone = (!dbias.empty() && (p_.dbias.batch == 0 || p_.dbias.head == 0)) ||
+                       p_.expressions.wants_gradients();
     parallel_for(p_.batch * p_.hk, alone ? 1 : threads_, [&](int64_t item) {
       const int64_t b = item / p_.hk, kv = item % p_.hk;
       const Sequence s = sequences_[b];
@@ -146,8 +174,9 @@ class Work {
         const OutputGradient gradient{dout.data(), p_.has(Arg::kDlse) ? dlse.data() : nullptr};
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
-        const Backward g = flash2_backward(head(b, h, s, q, k, v), f, gradient, kFastMemory,
-                                           nullptr, bias_gradient(b, h, dbias));
+        HeadExpressions expressions = expressions_of(b, h, s, of_tensors);
+        const Backward g = flash2_backward(head(b, h, s, q, k, v, &expressions), f, gradient,
+                                           kFastMemory, nullptr, bias_gradient(b, h, dbias));
         scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
         if (!dsinks.empty()) dsinks[b * p_.hq + h] = g.dsink;
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
@@ -175,18 +204,6 @@ class Work {
     return {&dbias[head * n[2] * n[3]], n[2] == 1 ? 0 : n[3], n[3] == 1 ? 0 : 1};
   }
 
-  void write_dbias(const std::vector<double>& sums) const {
-    const auto& [shape, stride] = std::pair(args_.dbias.shape, args_.dbias.strides);
-    for (size_t n = 0; n < sums.size(); ++n) {
-      int64_t at = 0, rest = static_cast<int64_t>(n);
-      for (int i = 3; i >= 0; --i) {
-        at += rest % shape[i] * stride[i];
-        rest /= shape[i];
-      }
-      store_element(args_.dbias.data, args_.dbias.dtype, at, sums[n]);
-    }
-  }
-
   double slope(int64_t b, int64_t h) const {
     if (!p_.has(Arg::kAlibiSlopes)) return 0;
     return load_element(args_.alibi_slopes.data, DType::kF32,
@@ -204,8 +221,18 @@ class Work {
     return {args_.bias.data, l.dtype, b * l.batch + h * l.head, l.row, l.key};
   }
 
+  HeadExpressions expressions_of(int64_t b, int64_t h, const Sequence& s,
+                                 std::span<std::vector<double>> of_tensors) const {
+    const int64_t q0 = p_.packed ? s.q_begin : 0;
+    return {expressions_,
+            tensors_,
+            {.b = b, .h = h, .hk = h / p_.group(), .sq = s.sq, .sk = s.sk, .q0 = q0},
+            of_tensors};
+  }
+
   Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,
-            const std::vector<double>& k, const std::vector<double>& v) const {
+            const std::vector<double>& k, const std::vector<double>& v,
+            HeadExpressions* expressions) const {
     return {s.sq,
             s.sk,
             p_.d,
@@ -221,7 +248,8 @@ class Work {
                  .tree = tree_words(p_, tree_mask_of(args_), b, s),
                  .dropout = {p_.dropout_p, dropout_},
                  .head_index = static_cast<uint64_t>(b * p_.hq + h),
-                 .bias = bias(b, h)}};
+                 .bias = bias(b, h),
+                 .expressions = p_.expressions.given() ? expressions : nullptr}};
   }
 
   const Problem& p_;
@@ -230,20 +258,26 @@ class Work {
   Sequences sequences_;
   KvLocator keys_;
   kernels::DropoutMask dropout_;
+  const PassExpressions& expressions_;
+  std::vector<TensorBinding> bound_;
+  std::vector<ConstTensor> tensors_;
 };
 
 class ReferenceExecutable final : public Executable {
  public:
-  ReferenceExecutable(const Problem& problem, int threads) : p_(problem), threads_(threads) {}
+  ReferenceExecutable(const Problem& problem, int threads)
+      : p_(problem),
+        threads_(threads),
+        expressions_(problem.expressions.graph(problem.pass == Pass::kBackward)) {}
 
   void run(const Call& call, const Run& run) const override {
     switch (p_.pass) {
       case Pass::kForward:
-        return Work(p_, threads_, *std::get<const ForwardArgs*>(call), run).forward();
+        return work(*std::get<const ForwardArgs*>(call), run).forward();
       case Pass::kBackward:
-        return Work(p_, threads_, *std::get<const BackwardArgs*>(call), run).backward();
+        return work(*std::get<const BackwardArgs*>(call), run).backward();
       case Pass::kScores:
-        return Work(p_, threads_, *std::get<const ScoresArgs*>(call), run).scores();
+        return work(*std::get<const ScoresArgs*>(call), run).scores();
     }
   }
 
@@ -266,8 +300,14 @@ class ReferenceExecutable final : public Executable {
   WorkspaceNeed workspace() const override { return {}; }
 
  private:
+  template <class Args>
+  Work<Args> work(const Args& args, const Run& run) const {
+    return Work(p_, threads_, expressions_, args, run);
+  }
+
   Problem p_;
   int threads_;
+  PassExpressions expressions_;
 };
 
 class ReferenceEngine final : public host::HostEngine {

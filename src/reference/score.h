@@ -16,9 +16,8 @@ struct Score {
   double S, dS_dqk;
 };
 
-/// The score hook: what a product q_i . k_j that the mask shows becomes before the softmax. Softcap
-/// and ALiBi are its two bodies; a dense bias follows.
-inline Score score_of_product(const Head& h, int64_t i, int64_t j, double qk) {
+/// What a product q_i . k_j that the mask shows becomes by softcap and ALiBi.
+inline Score capped_score(const Head& h, int64_t i, int64_t j, double qk) {
   const Rule& rule = h.rule;
   double S = rule.scale * qk;
   double dS_dqk = rule.scale;
@@ -28,6 +27,24 @@ inline Score score_of_product(const Head& h, int64_t i, int64_t j, double qk) {
     dS_dqk *= 1 - t * t;
   }
   return {S - rule.slope * static_cast<double>(std::abs(distance(h, i, j))), dS_dqk};
+}
+
+/// The score hook: what such a product becomes before the softmax. Softcap, ALiBi and the score
+/// expression are its bodies; a dense bias follows.
+inline Score score_of_product(const Head& h, int64_t i, int64_t j, double qk) {
+  const Score s = capped_score(h, i, j, qk);
+  HeadExpressions* const expressions = h.rule.expressions;
+  if (expressions == nullptr) return s;
+  return {expressions->score(i, j, s.S), s.dS_dqk * expressions->derivative(i, j, s.S)};
+}
+
+/// Adds what dS_ij gives to the gradients of the bias and of the tensors of expressions.
+inline void add_gradients(const Head& h, int64_t i, int64_t j, double dS,
+                          const BiasGradient& dbias) {
+  dbias.add(i, j, dS);
+  if (h.rule.expressions == nullptr) return;
+  const double qk = dot(h.d, h.q + i * h.d, h.k + j * h.d);
+  h.rule.expressions->add_gradients(i, j, capped_score(h, i, j, qk).S, dS);
 }
 
 /// S_ij = -inf is the papers' MASK. Such an entry is skipped wherever it would be used, never

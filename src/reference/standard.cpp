@@ -77,7 +77,7 @@ Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* t
   }
   for_each_visible([&](int64_t i, int64_t j) {
     dS[i][j] = P[i][j] * (dP[i][j] - P_dP[i]);
-    dbias.add(i, j, dS[i][j]);
+    add_gradients(h, i, j, dS[i][j], dbias);
     dS[i][j] *= score(h, i, j).dS_dqk;
   });
   store(traffic, h.sq * h.sk);

@@ -81,7 +81,8 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.tree_mask),
           at(t.bias),
           at(t.prefix_groups),
-          at(t.prefix_lens)};
+          at(t.prefix_lens),
+          t.tensors};  // in the host's memory: no other engine takes them
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {
@@ -104,7 +105,8 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.sinks),
           at(t.dsinks),
           at(t.bias),
-          at(t.dbias)};
+          at(t.dbias),
+          t.tensors};
 }
 
 AppendTensors EngineMemory::at(const AppendTensors& t) {

@@ -7,7 +7,9 @@
 #include <limits>
 #include <thread>
 
+#include "expression/call.h"
 #include "reference/algorithms.h"
+#include "reference/expressions.h"
 
 namespace fulgur::test {
 namespace {
@@ -19,6 +21,16 @@ constexpr double kHidingBias = -0x1p115;  // a bias below it counts as -inf
 struct HeadData {
   std::vector<double> q, k, v, dout, dlse;
   std::vector<double> bias;  // [sq, sk], empty without; -inf where a bool hides
+  ValueAt score_value, mask_value;
+  ScorePlace place;  // of the head
+
+  ScorePlace at(int64_t i, int64_t j, double score) const {
+    ScorePlace p = place;
+    p.q = i;
+    p.k = j;
+    p.score = score;
+    return p;
+  }
   reference::Head head{};
   reference::OutputGradient gradient() const {
     return {dout.data(), dlse.empty() ? nullptr : dlse.data()};
@@ -109,7 +121,7 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
   if (gradients && !data.bias.empty()) {
     for (auto* x : {&result.ds, &sizes->terms, &sizes->of_rounded_o}) x->resize(sq * sk);
   }
-  std::vector<bool> hidden(sk);  // by the tree mask or the bias
+  std::vector<bool> hidden(sk);  // by the tree mask, the bias or an expression
 
   for (int64_t i = 0; i < sq; ++i) {
     std::fill(hidden.begin(), hidden.end(), false);
@@ -119,6 +131,9 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
     }
     for (int64_t j = 0; !data.bias.empty() && j < sk; ++j) {
       if (data.bias[i * sk + j] < kHidingBias) hidden[j] = true;
+    }
+    for (int64_t j = 0; data.mask_value && j < sk; ++j) {
+      if (data.mask_value(data.at(i, j, 0)) == 0) hidden[j] = true;
     }
     const int64_t diagonal = rule.band.top_left ? i : i + sk - sq;
     int64_t begin = rule.band.left < 0 ? 0 : std::max<int64_t>(0, diagonal - rule.band.left);
@@ -150,6 +165,13 @@ HeadResult naive_head(const HeadData& data, DType dtype, bool gradients, Sizes* 
       }
       if (rule.slope != 0) {
         S[j] = round(S[j] - static_cast<T>(rule.slope) * static_cast<T>(std::abs(diagonal - j)));
+      }
+      if (data.score_value && !hidden[j]) {
+        const double x = S[j], step = 1e-9;  // so short that few bends lie in it
+        jacobian[j] *= static_cast<T>((data.score_value(data.at(i, j, x + step)) -
+                                       data.score_value(data.at(i, j, x - step))) /
+                                      (2 * step));
+        S[j] = round(static_cast<T>(data.score_value(data.at(i, j, x))));
       }
       if (!data.bias.empty()) S[j] = round(S[j] + static_cast<T>(data.bias[i * sk + j]));
       if (hidden[j]) S[j] = -std::numeric_limits<T>::infinity();
@@ -321,6 +343,10 @@ Expected expect_some(const Workload& w, bool gradients) {
   const auto heads = static_cast<int64_t>(w.sequences.size()) * c.hq;
   std::vector<HeadResult> references(heads), naives(heads);
   std::vector<Sizes> sizes(heads);
+  const expression::Expressions expressions(w.options, w.forward.tensors, {});
+  const reference::PassExpressions of_pass(expressions.graph(gradients));
+  std::vector<ConstTensor> tensors;
+  for (const TensorBinding& t : expressions.bound(w.forward.tensors)) tensors.push_back(t.tensor);
   parallel(heads, [&](int64_t n) {
     const int64_t b = n / c.hq, h = n % c.hq, hk = h / (c.hq / c.hk);
     const Rows& s = w.sequences[b];
@@ -334,6 +360,12 @@ Expected expect_some(const Workload& w, bool gradients) {
       const double x = bias[element_of_bias(w.forward.bias.shape, b, h, at / s.sk, at % s.sk)];
       data.bias.push_back(w.forward.bias.dtype != DType::kBool ? x : x != 0 ? 0 : -kInf);
     }
+    const int64_t q0 = c.packed() ? s.q_begin : 0;
+    data.score_value = w.score_value;
+    data.mask_value = w.mask_value;
+    data.place = {.b = b, .h = h, .hk = hk, .sq = s.sq, .sk = s.sk, .q0 = q0};
+    reference::HeadExpressions of_head(
+        of_pass, tensors, {.b = b, .h = h, .hk = hk, .sq = s.sq, .sk = s.sk, .q0 = q0}, {});
     const auto slope = c.alibi == Alibi::kNone ? 0 : slopes[c.alibi == Alibi::kHeads ? h : n];
     const Options& o = w.options;
     data.head = {s.sq,
@@ -351,7 +383,8 @@ Expected expect_some(const Workload& w, bool gradients) {
                   tree.empty() ? nullptr : tree.data() + s.q_begin,
                   {o.dropout_p, dropout},
                   static_cast<uint64_t>(n),
-                  {data.bias.empty() ? nullptr : data.bias.data(), DType::kF64, 0, s.sk, 1}}};
+                  {data.bias.empty() ? nullptr : data.bias.data(), DType::kF64, 0, s.sk, 1},
+                  expressions.given() ? &of_head : nullptr}};
     references[n] = reference_head(data, gradients);
     naives[n] = c.dtype == DType::kF64 ? naive_head<double>(data, c.dtype, gradients, &sizes[n])
                                        : naive_head<float>(data, c.dtype, gradients, &sizes[n]);

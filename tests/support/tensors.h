@@ -1,6 +1,8 @@
 /// The tensors of a call, all of which the tests may write.
 #pragma once
 
+#include <vector>
+
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
 
@@ -10,6 +12,7 @@ struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
   Tensor leftpad_k{}, sinks{}, tree_mask{}, bias{}, prefix_groups{}, prefix_lens{};
+  std::vector<TensorBinding> tensors{};
   operator ForwardArgs() const {
     return {.q = q,
             .k = k,
@@ -22,6 +25,7 @@ struct ForwardTensors {
             .sinks = sinks,
             .tree_mask = tree_mask,
             .bias = bias,
+            .tensors = tensors,
             .cache = {page_table, page_indptr, cache_batch_idx, leftpad_k},
             .shared_prefix = {prefix_groups, prefix_lens}};
   }
@@ -31,6 +35,7 @@ struct BackwardTensors {
   Tensor dout{}, q{}, k{}, v{}, out{}, lse{}, dq{}, dk{}, dv{};
   Tensor alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{}, seqused_q{}, seqused_k{}, dlse{};
   Tensor rng_state{}, sinks{}, dsinks{}, bias{}, dbias{};
+  std::vector<TensorBinding> tensors{};
   operator BackwardArgs() const {
     return {.dout = dout,
             .q = q,
@@ -48,7 +53,8 @@ struct BackwardTensors {
             .sinks = sinks,
             .dsinks = dsinks,
             .bias = bias,
-            .dbias = dbias};
+            .dbias = dbias,
+            .tensors = tensors};
   }
 };
 

@@ -8,6 +8,7 @@
 
 #include "cases.h"
 #include "fulgur/attention.h"
+#include "random_expression.h"
 #include "storage.h"
 #include "tensors.h"
 
@@ -48,6 +49,8 @@ class Workload {
   BackwardTensors backward;
   Options options;
   Run run_options;  ///< of every run
+  /// What the expressions of the options compute, for the oracle; null without.
+  ValueAt score_value, mask_value;
 
  private:
   Storage& storage(DType dtype, int64_t elements, bool output);

@@ -34,6 +34,7 @@ class CudaEngine final : public Engine {
   }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
+    if (p.expressions.given()) return "computes no score_mod and no mask_mod";
     return no_family_computes(p, families_at(p.device.index));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {

@@ -36,7 +36,8 @@ struct BackwardScratch {
     Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
     rows = p.has(Arg::kDbias) ? arena.take(kBc * kPanelRows) : nullptr;
     slope = has_score_slope(p) ? arena.take(kBc * kPanelRows) : nullptr;
-    dBias = has_score_slope(p) && p.has(Arg::kDbias) ? arena.take(kBc * kPanelRows) : dS;
+    const bool before_slope = p.has(Arg::kDbias) || p.expressions.wants_gradients();
+    dBias = has_score_slope(p) && before_slope ? arena.take(kBc * kPanelRows) : dS;
   }
 };
 
@@ -177,8 +178,12 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
   const BackwardScratch s(p, arena);
   const kernels::DropoutMask& dropout = task.given.dropout;
   HWY_ALIGN float lse2[kPanelRows], d_row[kPanelRows];
+  TaskExpressions expressions(task, scratch);
 
   const int64_t keys = key_end - key_begin;
+  for (int64_t key = 0; key < keys; key += kBc) {
+    expressions.set_columns(key_begin + key, std::min(kBc, keys - key), key / kBc);
+  }
   const bool finite_k = load_keys(task, args.k, p.k, p.d, key_begin, keys, s.K, s.ldk);
   load_keys(task, args.v, p.v, p.dv, key_begin, keys, s.V, s.ldv);
   std::fill_n(s.dK, keys * s.ldk, 0.0f);
@@ -188,6 +193,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     Panel panel;
     make_panel(task, row, std::min(task.rows(), row + kPanelRows), &panel);
     KeyTiles tiles = panel.mask.tiles({key_begin, key_end});
+    expressions.set_rows(panel, row, 0);
+    expressions.skip_hidden(0, &tiles);
     if (tiles.done()) continue;
     const int64_t width = panel.width();
     bool finite = finite_k;
@@ -203,9 +210,14 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     }
     float* dq_panel = dq + row * s.ldk;
 
-    for (; !tiles.done(); tiles.next()) {
+    const auto next = [&] {
+      tiles.next();
+      expressions.skip_hidden(0, &tiles);
+    };
+    for (; !tiles.done(); next()) {
       const KeyTile tile = tiles.tile();
-      if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
+      const int64_t columns = (tile.j - key_begin) / kBc;
+      if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &panel)) continue;
       const auto ask = [&](int half) HWY_ATTR {  // for the next tile, and what this one adds to
         const BiasSums& sums = task.given.dbias;
         ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.count, tile.j + kBc, half);
@@ -216,7 +228,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
       gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
-      score_rule(p, panel, tile, s.P, width, s.slope);
+      score_rule(p, expressions, 0, columns, tile, s.P, width, s.slope, s.bias, &panel);
       ask(1);
       probabilities(panel, tile, s.P, lse2);
       gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
@@ -227,6 +239,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       }
       score_gradient(panel, tile, s.P, d_row, s.slope, s.dS, s.dBias);
       if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.rows, panel, tile, s.dBias);
+      expressions.add_gradients(panel, tile, s.dBias);
       if (panel.mask.hides(tile) && !finite) {
         accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
         continue;

@@ -168,6 +168,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
   const int64_t ldk = round_up(p.d, kLanes), ldv = round_up(p.dv, kLanes);
   const kernels::DropoutMask& dropout = task.given.dropout;
   HWY_ALIGN float alpha[kPanelRows];
+  TaskExpressions expressions(task, scratch);
 
   Panel panels[kPanels];
   KeyTiles tiles[kPanels];  // that each panel has yet to visit
@@ -176,6 +177,8 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     Panel& panel = panels[count];
     make_panel(task, row, std::min(row_end, row + kPanelRows), &panel);
     tiles[count] = panel.mask.tiles({0, task.s.sk});
+    expressions.set_rows(panel, row, count);
+    expressions.skip_hidden(count, &tiles[count]);
     load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk);
     transpose(s.rows, ldk, panel.width(), p.d, query_factor(p), s.Qt[count], panel.width());
     std::fill_n(s.Ot[count], p.dv * panel.width(), 0.0f);
@@ -193,23 +196,25 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     const auto [j, n, unused] = next.tile();
     load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk);
     const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv);
+    expressions.set_columns(j, n, 0);
     for (int64_t i = 0; i < count; ++i) {
       Panel& panel = panels[i];
       const KeyTile tile = tiles[i].tile();
       if (tile.j != j) continue;
       tiles[i].next();
+      expressions.skip_hidden(i, &tiles[i]);
       const bool last = i + 1 == count;
       const auto ask = [&](int half) HWY_ATTR {
         const Panel& next = panels[last ? 0 : i + 1];
         const int64_t key = last ? tile.j + kBc : tile.j;
         ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.count, key, half);
       };
-      if (p.has(Arg::kBias) && !load_bias(task, tile, s.bias, &panel)) continue;
+      if (!begin_tile(task, expressions, i, 0, tile, s.bias, &panel)) continue;
       ask(0);
       const int64_t width = panel.width();
       gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
                         nullptr);
-      score_rule(p, panel, tile, s.S, width, nullptr);
+      score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &panel);
       online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
       ask(1);
       if (p.dropout_p > 0) {

@@ -1,11 +1,14 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "base/convert.h"
 #include "call/kv_locator.h"
 #include "call/lengths.h"
 #include "call/tree.h"
+#include "expression/hulls.h"
+#include "expression/stages.h"
 #include "fulgur/attention.h"
 #include "kernels/host_device/dropout.h"
 
@@ -21,6 +24,34 @@ struct BiasSums {
   Problem::Bias at;      ///< 16 bits: each element has one part
 };
 
+constexpr int64_t kExpressionKeys = 8;  ///< that an operation of an expression computes at a time
+
+/// Where a thread keeps the values of expressions, in words of 32 bits.
+struct ExpressionLayout {
+  int64_t uniform = 0, rows, columns, mixed, where, derivatives, words;
+
+  ExpressionLayout(const expression::StagedGraph& g, int64_t panel_rows) {
+    const auto count = [](const auto& list) { return static_cast<int64_t>(list.size()); };
+    const auto aligned = [](int64_t n) { return (n + 15) / 16 * 16; };
+    const int64_t tiles = count(g.call.scatters) * kBc * panel_rows;
+    rows = aligned(count(g.uniform));
+    columns = rows + aligned(kPanels * count(g.rows) * panel_rows);
+    mixed = columns + aligned(kTiles * count(g.columns) * kBc);
+    where = mixed + aligned(count(g.mixed) * kExpressionKeys * panel_rows);
+    derivatives = where + aligned(tiles);
+    words = derivatives + aligned(tiles);
+  }
+};
+
+/// The expressions of a call.
+struct GivenExpressions {
+  const expression::StagedGraph& graph;
+  std::vector<ConstTensor> tensors;               ///< as the graph's
+  std::vector<expression::MaskHulls> hulls = {};  ///< of each sequence, where there is a mask
+  std::vector<int64_t> sums = {};  ///< where those of each tensor's gradient begin among a task's
+  int64_t scratch = 0;             ///< where their values lie in that of a thread
+};
+
 /// What a call gives besides its tensors of rows.
 struct Given {
   const float* slopes;  ///< ALiBi; null without
@@ -28,6 +59,7 @@ struct Given {
   ConstTensor tree_mask, bias;
   kernels::DropoutMask dropout;
   BiasSums dbias{};
+  const GivenExpressions* expressions = nullptr;  ///< null without
 
   /// The sink of q head h; there must be sinks.
   double sink(int64_t h) const { return load_element(sinks.data, sinks.dtype, h); }
@@ -41,6 +73,7 @@ struct Task {
   Sequence s;
   KvSpan keys;
   int64_t b, kv;
+  double* tensor_sums = nullptr;  ///< of the gradients of expressions' tensors; null: not wanted
 
   int64_t rows() const { return problem.group() * s.sq; }
   int64_t head(int64_t r) const { return kv * problem.group() + r / s.sq; }

@@ -37,7 +37,7 @@ class Arena {
 
 /// Memory for the bias of a panel and a tile, one row a lane: [kBc][width].
 inline float* take_bias_tile(const Problem& p, Arena& arena) {
-  return p.has(Arg::kBias) ? arena.take(kBc * kPanelRows) : nullptr;
+  return p.has(Arg::kBias) || p.expressions.given() ? arena.take(kBc * kPanelRows) : nullptr;
 }
 
 /// What each row of a panel needs to know about itself.

@@ -1,5 +1,5 @@
 // The score hook of the CPU's kernels: what becomes of the products of Q and K before the softmax.
-// Softcap, ALiBi and a dense bias are its bodies.
+// Softcap, ALiBi, expressions and a dense bias are its bodies.
 #if defined(FULGUR_CPU_SCORE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_SCORE_INL_H_
 #undef FULGUR_CPU_SCORE_INL_H_
@@ -10,6 +10,7 @@
 #include <hwy/contrib/math/math-inl.h>
 
 #include "cpu/kernels/simd/bias-inl.h"
+#include "cpu/kernels/simd/expression-inl.h"
 #include "cpu/kernels/simd/panel-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -27,7 +28,9 @@ inline bool only_scales(const Problem& p) {
 }
 
 /// Whether the derivative of a score by its scaled product is not 1 everywhere.
-inline bool has_score_slope(const Problem& p) { return p.softcap > 0; }
+inline bool has_score_slope(const Problem& p) {
+  return p.softcap > 0 || p.expressions.changes_scores();
+}
 
 /// softcap tanh(S / softcap). `slope`, where it is given, takes the derivative 1 - tanh^2.
 HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, const KeyTile& tile,
@@ -77,6 +80,31 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& 
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(panel, tile, S, ld);
   if (panel.bias != nullptr) add_bias(panel, tile, S, ld);
   hide_scores(panel.mask, panel.vectors, tile, S, ld);
+}
+
+/// What of a tile the masks of the bias and of expressions leave: whether some row of a panel sees
+/// some key. `bias` is memory of a tile.
+HWY_INLINE bool begin_tile(const Task& task, TaskExpressions& expressions, int64_t number,
+                           int64_t columns, const KeyTile& tile, float* bias, Panel* panel) {
+  if (task.problem.has(Arg::kBias)) {
+    if (!load_bias(task, tile, bias, panel)) return false;
+  } else if (expressions.given()) {
+    panel->bias = nullptr;
+    panel->mask.hide(nullptr, tile.j, panel->width());
+  }
+  return !expressions.masks() || expressions.mask(tile, number, columns, bias, panel);
+}
+
+/// score_rule() with the expressions of a task, whose rows and columns are those of these numbers.
+HWY_INLINE void score_rule(const Problem& p, TaskExpressions& expressions, int64_t number,
+                           int64_t columns, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
+                           float* HWY_RESTRICT slope, float* bias, Panel* panel) {
+  if (!expressions.changes_scores()) return score_rule(p, *panel, tile, S, ld, slope);
+  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
+  if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
+  expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, panel);
+  if (panel->bias != nullptr) add_bias(*panel, tile, S, ld);
+  hide_scores(panel->mask, panel->vectors, tile, S, ld);
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE

@@ -1,0 +1,32 @@
+/// Derivatives of expressions, as expressions: reverse mode.
+#pragma once
+
+#include <vector>
+
+#include "expression/graph.h"
+
+namespace fulgur::expression {
+
+/// A gather of floats in an expression, and the derivative of the expression by its value.
+struct GatherDerivative {
+  Expr gather, derivative;
+};
+
+struct Derivatives {
+  Expr by_score;  ///< 0 where it does not depend on it
+  std::vector<GatherDerivative> by_gathers;
+};
+
+/// Of an expression of floats. As PyTorch has them: where operands of min or max are equal, each
+/// gets a half, and |x| has the derivative 0 at 0; `select` gives to the operand that it takes
+/// alone, so that what the other would make, infinities among it, reaches nobody.
+Derivatives derivatives(const Expr& of);
+
+/// What `select(c, x, -inf)` hides moves from scores into masks, which skip what they hide: the
+/// mask that a score's outermost selects make, not given where there is none, and what they choose.
+struct Split {
+  Expr score, mask;
+};
+Split split_mask(const Expr& score);
+
+}  // namespace fulgur::expression

@@ -1,0 +1,347 @@
+// Calls with score_mod and mask_mod: random expressions with every option, masks that hide whole
+// tiles, gradients of the tensors that expressions index, and what calls refuse.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <deque>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "engines.h"
+#include "expression/graph.h"
+#include "oracle.h"
+#include "random_expression.h"
+#include "seed.h"
+
+namespace fulgur::test {
+namespace {
+
+using namespace symbols;  // NOLINT(google-build-using-namespace)
+
+constexpr double kInf = std::numeric_limits<double>::infinity();
+
+class Expressions : public EveryEngine {
+ protected:
+  bool precise() const { return engine() == "reference"; }
+};
+
+/// Tensors that random expressions index, and their memory.
+struct BoundTensors {
+  std::vector<KnownTensor> known;
+  std::vector<TensorBinding> bindings;
+  std::deque<Dense> memory;
+
+  void add(const char* name, DType dtype, std::initializer_list<int64_t> shape,
+           std::mt19937_64& random) {
+    memory.emplace_back(dtype, shape);
+    const Tensor& t = memory.back();
+    std::vector<double> values(static_cast<size_t>(t.numel()));
+    const bool whole = dtype == DType::kI32 || dtype == DType::kI64;
+    for (double& x : values) {
+      x = whole ? static_cast<double>(random() % 4) : static_cast<double>(random() % 64) / 32 - 1;
+    }
+    write(t, values);
+    known.push_back({{name, dtype, t.rank}, shape, values});
+  }
+  /// Those that an expression indexes.
+  std::vector<TensorBinding> of(std::initializer_list<Expr> expressions) const {
+    const auto graph = expression::make_graph(std::span(expressions.begin(), expressions.size()));
+    std::vector<TensorBinding> all;
+    for (const TensorSymbol& symbol : graph.tensors) {
+      for (size_t i = 0; i < known.size(); ++i) {
+        if (known[i].symbol == symbol) all.push_back({symbol.name(), memory[i].tensor()});
+      }
+    }
+    return all;
+  }
+};
+
+// Values of each factor that do not go in step with those of another.
+Case case_of(size_t i, bool f64) {
+  constexpr Layout kLayouts[] = {Layout::kBshd, Layout::kPacked, Layout::kPadded, Layout::kBhsd,
+                                 Layout::kPackedPadded};
+  const Mask masks[] = {full(), causal(), full(), window(20, 3), chunked(24), top_left(causal())};
+  constexpr std::pair<int64_t, int64_t> kLengths[] = {{70, 65}, {3, 90}, {100, 150},
+                                                      {33, 65}, {1, 80}, {64, 40}};
+  constexpr std::pair<int64_t, int64_t> kHeads[] = {{4, 1}, {2, 2}, {6, 2}};
+  constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
+  Case c;
+  c.dtype = f64 ? DType::kF64 : kDtypes[i % 3];
+  c.layout = kLayouts[i % std::size(kLayouts)];
+  std::tie(c.sq, c.sk) = kLengths[i / 2 % std::size(kLengths)];
+  std::tie(c.hq, c.hk) = kHeads[i / 3 % std::size(kHeads)];
+  c.d = i % 2 == 0 ? 16 : 40;
+  c.dv = i % 3 == 0 ? 24 : 16;
+  c.batch = c.packed() ? 1 : 2;
+  c.mask = masks[i % std::size(masks)];
+  c.softcap = i % 4 == 1 ? 2 : 0;
+  c.alibi = i % 5 == 3 ? Alibi::kHeads : Alibi::kNone;
+  c.dropout = i % 6 == 2 ? 0.25 : 0;
+  c.seqused = i % 8 == 6;
+  c.sinks = i % 3 == 1;
+  c.dlse = i % 2 == 1;
+  c.bias = i % 7 == 4 ? Bias::kAll : i % 7 == 6 ? Bias::kKeys : Bias::kNone;
+  return c;
+}
+
+TEST_P(Expressions, EveryOption) {
+  const uint64_t seed = test_seed();
+  for (size_t i = 0; i < 36; ++i) {
+    const Case c = case_of(i, precise());
+    std::mt19937_64 random(seed * 100 + i);
+    BoundTensors tensors;
+    tensors.add("doc", DType::kI32, {2, 160}, random);
+    tensors.add("wide", DType::kI64, {160}, random);
+    tensors.add("row", DType::kF32, {6, 100}, random);
+    tensors.add("pair", DType::kBF16, {2, 100, 150}, random);
+    RandomExpressions make(seed * 100 + i, tensors.known, true);
+    Workload w(c, c.seed());
+    w.options.engine = engine();
+    if (i % 3 != 0) {
+      const KnownExpr e = make.number(1 + static_cast<int>(i) % 4);
+      w.options.score_mod = e.expr;
+      w.score_value = e.value;
+    }
+    if (i % 3 != 1) {
+      const KnownExpr e = make.condition(1 + static_cast<int>(i) % 3);
+      w.options.mask_mod = e.expr;
+      w.mask_value = e.value;
+    }
+    w.forward.tensors = w.backward.tensors = tensors.of({w.options.score_mod, w.options.mask_mod});
+    SCOPED_TRACE(c.name() + " " + w.options.score_mod.text() + " | " + w.options.mask_mod.text());
+    if (!runs(w)) continue;
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+    EXPECT_TRUE(w.check_memory());
+    if (!precise()) continue;
+    // The oracle's own functions agree with the library's.
+    const auto same = [](const std::vector<double>& x, const std::vector<double>& y) {
+      double most = 0;
+      for (size_t n = 0; n < x.size(); ++n) {
+        if (x[n] != y[n]) most = std::max(most, std::fabs(x[n] - y[n]) / (1 + std::fabs(y[n])));
+      }
+      return most;
+    };
+    EXPECT_LT(same(e.naive.out, e.reference.out), 1e-9);
+    EXPECT_LT(same(e.naive.lse, e.reference.lse), 1e-9);
+    EXPECT_LT(same(e.naive.dq, e.reference.dq), 1e-5);
+    EXPECT_LT(same(e.naive.dk, e.reference.dk), 1e-5);
+    EXPECT_LT(same(e.naive.dv, e.reference.dv), 1e-5);
+  }
+}
+
+// What hides most tiles, and leaves some whole: values without a score, by the mask alone.
+TEST_P(Expressions, MasksOfTiles) {
+  struct Known {
+    const char* text;
+    ValueAt value;
+  };
+  BoundTensors tensors;
+  std::mt19937_64 random(1);
+  tensors.add("doc", DType::kI32, {1, 700}, random);
+  std::vector<double> ids(700);
+  for (int64_t i = 0; i < 700; ++i) ids[i] = static_cast<double>(i / 150);
+  write(tensors.memory[0], ids);
+  const Known masks[] = {
+      {"doc[b, q] == doc[b, k]", [](const ScorePlace& p) { return p.q / 150 == p.k / 150; }},
+      {"k < 100 || delta <= 0", [](const ScorePlace& p) { return p.k < 100 || p.k - p.q <= 0; }},
+      {"delta <= 0 && (k < 4 || delta > -100)",
+       [](const ScorePlace& p) { return p.k <= p.q && (p.k < 4 || p.k - p.q > -100); }},
+      {"q // 128 == k // 128", [](const ScorePlace& p) { return p.q / 128 == p.k / 128; }},
+      {"(q - k) % 3 == 0", [](const ScorePlace& p) { return (p.q - p.k) % 3 == 0; }},
+      {"k // 64 % 2 == q // 64 % 2",
+       [](const ScorePlace& p) { return p.k / 64 % 2 == p.q / 64 % 2; }},
+      {"q >= 300", [](const ScorePlace& p) { return p.q >= 300; }},
+      {"false", [](const ScorePlace&) { return false; }},
+  };
+  for (const Known& mask : masks) {
+    SCOPED_TRACE(mask.text);
+    Case c{.dtype = precise() ? DType::kF64 : DType::kF32, .sq = 700, .sk = 700, .d = 8, .dv = 8};
+    Workload w(c, 3);
+    w.options.engine = engine();
+    w.options.mask_mod = parse_expression(mask.text, {tensors.known[0].symbol});
+    w.mask_value = mask.value;
+    w.forward.tensors = w.backward.tensors = tensors.of({w.options.mask_mod});
+    // What is hidden reaches nobody.
+    const bool by_keys = std::string(mask.text) == "q // 128 == k // 128";
+    if (by_keys) {
+      std::vector<double> v = read(w.forward.v);
+      std::fill_n(v.begin(), 8, std::numeric_limits<double>::quiet_NaN());
+      write(w.forward.v, v);
+      w.seal();
+    }
+    if (!runs(w)) continue;
+    const Expected e = by_keys ? expect_forward(w) : expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    if (!by_keys) {
+      EXPECT_TRUE(backward_is_right(w, e));
+    }
+  }
+}
+
+// A score that becomes -inf is hidden, whatever its key and value hold.
+TEST_P(Expressions, ScoresOfMinusInfinityAreHidden) {
+  Case c{.dtype = precise() ? DType::kF64 : DType::kF32, .sq = 20, .sk = 90, .d = 8, .dv = 8};
+  Workload w(c, 5);
+  w.options.engine = engine();
+  const TensorSymbol gate("gate", DType::kF32, 1);
+  const std::vector<float> gates = [] {
+    std::vector<float> all(90, 0.0f);
+    for (size_t k = 5; k < 90; k += 3) all[k] = -std::numeric_limits<float>::infinity();
+    return all;
+  }();
+  w.options.score_mod = score + gate(k);
+  w.score_value = [](const ScorePlace& p) { return p.score; };
+  w.mask_value = [](const ScorePlace& p) { return p.k < 5 || (p.k - 5) % 3 != 0; };
+  w.forward.tensors = w.backward.tensors = {{"gate", ConstTensor::of(std::span(gates), {90})}};
+  std::vector<double> v = read(w.forward.v);
+  std::fill_n(v.begin() + 5 * 8, 8, kInf);
+  write(w.forward.v, v);
+  w.seal();
+  if (!runs(w)) return;
+  EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+}
+
+/// out . dout + lse . dlse after a forward pass.
+double loss(Workload& w) {
+  w.run_forward();
+  double sum = 0;
+  const auto add = [&](const ConstTensor& y, const ConstTensor& dy) {
+    const std::vector<double> a = read(y), c = read(dy);
+    for (size_t n = 0; n < a.size(); ++n) sum += a[n] == -kInf ? 0 : a[n] * c[n];
+  };
+  add(w.forward.out, w.backward.dout);
+  add(w.forward.lse, w.backward.dlse);
+  return sum;
+}
+
+TEST_P(Expressions, GradientsOfTensors) {
+  const TensorSymbol table("table", DType::kF32, 2), gate("gate", DType::kF32, 3);
+  const TensorSymbol cap("cap", DType::kF32, 1);
+  const Expr mods[] = {
+      score + table(h, t5_bucket(delta, 8, 32)),
+      score + gate(b, h, q) - gate(b, h, k),
+      cap(h) * tanh(score / cap(h)) - table(h, 0) * abs(delta),
+      select(q % 3 == 0, score * table(h, k % 8), score),
+  };
+  for (const Expr& mod : mods) {
+    SCOPED_TRACE(mod.text());
+    Case c{.dtype = precise() ? DType::kF64 : DType::kF32,
+           .batch = 2,
+           .sq = 40,
+           .sk = 70,
+           .hq = 4,
+           .hk = 2,
+           .d = 8,
+           .dv = 8,
+           .mask = causal(),
+           .dlse = true,
+           .sinks = true};
+    Workload w(c, 7);
+    w.options.engine = engine();
+    w.options.score_mod = mod;
+    std::mt19937_64 random(11);
+    BoundTensors tensors;
+    tensors.add("table", DType::kF32, {4, 8}, random);
+    tensors.add("gate", DType::kF32, {2, 4, 70}, random);
+    tensors.add("cap", DType::kF32, {4}, random);
+    write(tensors.memory[2], std::vector<double>{1.5, 2, 3, 1});
+    w.forward.tensors = w.backward.tensors = tensors.of({mod});
+    std::deque<Dense> grads;
+    for (TensorBinding& t : w.backward.tensors) {
+      grads.emplace_back(DType::kF32, std::initializer_list<int64_t>{t.tensor.numel()});
+      t.grad = Tensor::contiguous(grads.back().tensor().data, DType::kF32,
+                                  std::span(t.tensor.shape).first(t.tensor.rank));
+    }
+    if (!runs(w)) continue;
+    for (size_t n = 0; n < w.forward.tensors.size(); ++n) {
+      const ConstTensor& t = w.forward.tensors[n].tensor;
+      auto* const data = static_cast<float*>(const_cast<void*>(t.data));
+      const std::vector<double> got = read(w.backward.tensors[n].grad);
+      if (!precise()) {  // as the reference engine has it, which finite differences test
+        Workload exact(c, 7);
+        exact.options = w.options;
+        exact.options.engine = "reference";
+        exact.forward.tensors = w.forward.tensors;
+        exact.backward.tensors = w.backward.tensors;
+        Dense sums(DType::kF32, {t.numel()});
+        for (TensorBinding& other : exact.backward.tensors) other.grad = {};
+        exact.backward.tensors[n].grad =
+            Tensor::contiguous(sums.tensor().data, DType::kF32, std::span(t.shape).first(t.rank));
+        exact.run();
+        const std::vector<double> want = read(sums);
+        double largest = 0;
+        for (const double x : want) largest = std::max(largest, std::fabs(x));
+        for (size_t at = 0; at < got.size(); ++at) {
+          EXPECT_NEAR(got[at], want[at], 2e-5 * (1 + largest)) << w.forward.tensors[n].name << at;
+        }
+        continue;
+      }
+      for (int64_t at = 0; at < t.numel(); at += 1 + t.numel() / 6) {
+        const float before = data[at], step = 0x1p-10f;  // exact
+        const auto moved = [&](float to) {
+          data[at] = to;
+          return loss(w);
+        };
+        const double up = moved(before + step), down = moved(before - step);
+        const double up2 = moved(before + 2 * step), down2 = moved(before - 2 * step);
+        data[at] = before;
+        const double want = (8 * (up - down) - (up2 - down2)) / (12 * step);
+        EXPECT_NEAR(got[at], want, 1e-4 * (1 + std::fabs(want)))
+            << w.forward.tensors[n].name << " " << at;
+      }
+    }
+  }
+}
+
+FULGUR_CPU_MEMORY_ENGINES(Expressions);
+
+TEST(ExpressionErrors, NameTheArgument) {
+  Case c{.sq = 8, .sk = 8, .d = 8, .dv = 8};
+  Workload w(c, 1);
+  w.options.engine = "reference";
+  const TensorSymbol doc("doc", DType::kI32, 1), table("table", DType::kF32, 1);
+  Dense ids(DType::kI32, {8}), floats(DType::kF32, {8}), grad(DType::kF32, {8});
+  const auto error = [&](const Expr& score_mod, const Expr& mask_mod,
+                         std::vector<TensorBinding> tensors) {
+    w.options.score_mod = score_mod;
+    w.options.mask_mod = mask_mod;
+    w.forward.tensors = w.backward.tensors = std::move(tensors);
+    return message_of([&] { w.run_forward(); });
+  };
+  EXPECT_EQ(error({}, q + k, {}), "mask_mod: got a value of type int, want bool");
+  EXPECT_EQ(error(q == k, {}, {}), "score_mod: got a bool, want a number");
+  EXPECT_EQ(error({}, score > 0, {}),
+            "mask_mod: depends on the score, want places and tensors alone");
+  EXPECT_EQ(error({}, doc(q) == doc(k), {}),
+            "doc: not given, want the tensor that an expression indexes");
+  EXPECT_EQ(error({}, doc(q) == doc(k), {{"doc", floats.tensor()}}),
+            "doc: got f32 (8), want i32 of rank 1 as the expression has it");
+  EXPECT_EQ(error({}, q == k, {{"doc", ids.tensor()}}),
+            "doc: given, but no expression indexes a tensor of that name");
+  EXPECT_EQ(error(score + table(q), {}, {{"table", floats.tensor(), grad.tensor()}}),
+            "gradient of table: given in the forward pass");
+  EXPECT_EQ(error({}, doc(q) == doc(k), {{"doc", ids.tensor()}}), "");
+  w.backward.tensors[0].grad = grad.tensor();
+  EXPECT_EQ(message_of([&] { w.run_backward(); }),
+            "gradient of doc: given, but the elements of the tensor are i32");
+}
+
+TEST(ExpressionPlans, OfEqualTermsAreEqual) {
+  // A select at the root that hides is a mask, and causal is one that skips tiles.
+  Case c{.sq = 8, .sk = 8, .d = 8, .dv = 8};
+  Workload by_score(c, 1), by_option(c, 1);
+  by_score.options.engine = by_option.options.engine = "reference";
+  by_score.options.score_mod = select(delta <= 0, score * 2, -kInf);
+  by_option.options.score_mod = score * 2;
+  by_option.options.mask = causal();
+  by_score.run();
+  by_option.run();
+  EXPECT_EQ(bits(by_score.forward.out), bits(by_option.forward.out));
+  EXPECT_EQ(bits(by_score.backward.dq), bits(by_option.backward.dq));
+}
+
+}  // namespace
+}  // namespace fulgur::test
