@@ -14,7 +14,7 @@ PUBLIC = re.compile(
     r"(fulgur_\w+"
     r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
-    r"(cuda::(allocate|deallocate|copy|synchronize|prewarm|tune)|Error|BasicTensor|Plan|Details|Expr"
+    r"(cuda::(allocate|deallocate|copy|synchronize|plan_for_card|prewarm|tune)|Error|BasicTensor|Plan|Details|Expr"
     r"|TensorSymbol|forward|backward|plan|append|merge|parse_expression|scores|scores_shape|engines|size_of|name_of)"
     r"\b.*)"
 )

@@ -129,7 +129,7 @@ def test_explain():
     causal, chunks = (details("--sq", "4096", "--causal", *chunk) for chunk in ((), ("--chunk", "64")))
     assert chunks["call"]["chunk"] == 64 and chunks["flops"] < causal["flops"]
     for page in ((), ("--page", "64")):
-        card = details("--sk", "8192", "--d", "128", "--dtype", "bf16", *page, "--card", "h200")
+        card = details("--sq", "1", "--sk", "65536", "--d", "128", "--dtype", "bf16", *page, "--card", "h200")
         assert card["engine"] == "cuda" and card["estimate_us"] > 0 and card["bound"] == "memory"
     fails("explain", "--card", "v100", says=["v100", "h200"])
     fails("explain", "--d", "1000", says=["1000"])
