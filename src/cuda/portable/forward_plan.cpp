@@ -27,11 +27,16 @@ struct Tile {
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed;
 constexpr int kUnbiased = kUndropped | Tile::kDropped, kAny = kUnbiased | Tile::kBiased;
 constexpr Tile kTiles[] = {
-    {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},     {0, 64, 1, 1, 64, 2, true, 3, kAny},
-    {64, 128, 2, 2, 64, 1, false, 2, kUndropped}, {64, 128, 2, 1, 64, 2, true, 1, kAny},
-    {64, 128, 1, 1, 64, 1, false, 2, kAny},       {128, 192, 2, 1, 64, 1, false, 1, kAny},
-    {128, 192, 1, 1, 64, 1, false, 2, kAny},      {192, 256, 2, 1, 64, 1, false, 1, kAny},
-    {192, 256, 1, 1, 64, 1, false, 2, kAny},
+    {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},
+    {0, 64, 1, 1, 64, 2, true, 3, kAny},
+    {64, 128, 2, 2, 64, 1, false, 2, kUndropped},
+    {64, 128, 2, 1, 64, 2, true, 1, kAny},
+    {64, 128, 1, 1, 64, 1, false, 2, kAny},
+    {128, 192, 2, 1, 64, 1, false, 1, kAny},
+    {128, 192, 1, 1, 64, 1, false, 2, kAny},
+    {192, 256, 2, 1, 64, 1, false, 1, Tile::kPlain},
+    {192, 256, 1, 1, 64, 1, false, 2, Tile::kPlain},
+    {192, 256, 1, 1, 32, 1, false, 2, kAny},
 };
 
 // From here on loads of 16 rows a warp from shared memory take as long as their products.
