@@ -184,6 +184,6 @@ fulgur_status fulgur_tune_backward(const fulgur_backward_args*, const fulgur_opt
 fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_t, const DLTensor*,
                            const DLTensor*, const fulgur_run*);
 fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
-fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*);
+fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*, const fulgur_run*);
 const char* fulgur_last_error(void);
 const char* fulgur_version(void);
