@@ -24,12 +24,13 @@ struct Tile {
   int residents;
   int scores;  ///< what its scores may be besides products
 };
-constexpr int kUndropped = Tile::kPlain | Tile::kTransformed;
-constexpr int kUnbiased = kUndropped | Tile::kDropped, kAny = kUnbiased | Tile::kBiased;
+constexpr int kUnbiased = Tile::kPlain | Tile::kTransformed | Tile::kDropped;
+constexpr int kAny = kUnbiased | Tile::kBiased;
 constexpr Tile kTiles[] = {
     {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},
     {0, 64, 1, 1, 64, 2, true, 3, kAny},
-    {64, 128, 2, 2, 64, 1, false, 2, kUndropped},
+    {64, 128, 2, 2, 48, 1, false, 2, Tile::kPlain},
+    {64, 128, 2, 2, 32, 1, false, 2, Tile::kTransformed | Tile::kDropped},
     {64, 128, 2, 1, 64, 2, true, 1, kAny},
     {64, 128, 1, 1, 64, 1, false, 2, kAny},
     {128, 192, 2, 1, 64, 1, false, 1, kAny},

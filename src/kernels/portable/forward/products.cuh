@@ -9,7 +9,7 @@ class Queries {
  public:
   // `strip`: the first of the warp's in the CTA.
   __device__ __forceinline__ Queries(u32 smem, int strip) {
-    const u32 lane = lane_of_warp();
+    const u32 lane = threadIdx.x % 32;
     address_ = smem + kLayout.q + strip * kLayout.strip_bytes + swizzled(warp_row() + lane % 16, lane / 16);
   }
   // Once Q is there, for all warps.
@@ -44,7 +44,7 @@ class Queries {
 
 // S = Q K^T of the tile at `k`.
 __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKeys / 2], const Queries& q, u32 k) {
-  const u32 lane = lane_of_warp();
+  const u32 lane = threadIdx.x % 32;
   const u32 address = k + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int strip = 0; strip < kWarpStrips; ++strip)
@@ -71,7 +71,7 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKe
 // O += P V of the tile at `v`.
 __device__ __forceinline__ void multiply_values(float (&O)[kWarpStrips][kValueDim / 2],
                                                 const u32 (&P)[kWarpStrips][kBlockKeys / 4], u32 v) {
-  const u32 lane = lane_of_warp();
+  const u32 lane = threadIdx.x % 32;
   const u32 address = v + swizzled(lane % 16, lane / 16);
 #pragma unroll
   for (int key = 0; key < kBlockKeys; key += 16)
