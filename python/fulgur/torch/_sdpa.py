@@ -273,11 +273,25 @@ class _Active:
             if hasattr(torch.ops.aten, name):  # the third came with PyTorch 2.15
                 cuda.impl(name, ours, "CUDA")
         self._libraries = [cpu, cuda]
-        # PyTorch may prefer cuDNN: flash attention is to be asked first.
+        self._order = None
+        self._prefer_flash()
+        torch.cuda._lazy_call(self._prefer_flash_on_cuda)
+
+    def _prefer_flash(self):
+        """PyTorch may prefer cuDNN: flash attention is to be asked first."""
         self._order = torch._C._get_sdp_priority_order()
         flash = int(SDPBackend.FLASH_ATTENTION)
         others = [backend for backend in self._order if backend != flash]
         torch._C._set_sdp_priority_order([flash, *others])
+
+    def _prefer_flash_on_cuda(self):
+        """The same after PyTorch's first choice on a GPU, which sets the order to that GPU's."""
+        if not self._libraries:
+            return
+        torch._C._set_sdp_priority_order(self._order)
+        x = torch.empty(1, 1, 1, 8, dtype=torch.float16, device="cuda")
+        torch._fused_sdp_choice(x, x, x)
+        self._prefer_flash()
 
     def remove(self):
         for library in self._libraries:

@@ -64,8 +64,10 @@ class DocumentedDetails : public OnFakeGpu {
     const BackwardCall call = backward_call(shape, with);
     add(call.args, call.options);
   }
-  void add_on_host(const ForwardShape& shape, const char* engine) {
+  void add_on_host(const ForwardShape& shape, const char* engine, Options options = {}) {
     BackwardCall call = backward_call(shape);
+    call.options.score_mod = options.score_mod;
+    call.options.mask_mod = options.mask_mod;
     BackwardArgs& b = call.args;
     for (ConstTensor* t : {&b.dout, &b.q, &b.k, &b.v, &b.out, &b.lse}) t->device = {};
     for (Tensor* t : {&b.dq, &b.dk, &b.dv}) t->device = {};
@@ -84,7 +86,9 @@ class DocumentedDetails : public OnFakeGpu {
 TEST_F(DocumentedDetails, AreAll) {
   add_on_host({}, "cpu");
   add_on_host({.sq = 1, .sk = 9000}, "cpu");
-  add_on_host({}, "reference");
+  add_on_host({}, "reference",
+              {.score_mod = parse_expression("score * 2"),
+               .mask_mod = parse_expression("q_idx >= kv_idx")});
   cpu::Kernels products = {};
   products.target = "AMX";
   add(cpu::describe({}, products, forward_problem({})).details);
