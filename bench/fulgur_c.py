@@ -72,12 +72,14 @@ class Rotary(Struct):
 
 
 class NewRows(Struct):
-    _fields_ = [*SIZE, *fields("k_cache", "v_cache", "k_new", "v_new", "cu_seqlens_k_new", "cache_seqlens", "rotary")]
+    _fields_ = [*SIZE, *fields("k_cache", "v_cache", "k_new", "v_new", "cu_seqlens_k_new", "cache_seqlens", "rotary",
+                               "k_cache_descale", "v_cache_descale", "k_cache_zero_point", "v_cache_zero_point"),
+                ("k_cache_format", ctypes.c_char_p), ("v_cache_format", ctypes.c_char_p)]
 
 
 class ForwardArgs(Struct):
     _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", "rng_state", "sinks", "tree_mask",
-                               "lengths", "cache", "shared_prefix", "append", "bias")]
+                               "lengths", "cache", "shared_prefix", "append", "bias", "descales")]
 
 
 class BackwardArgs(Struct):

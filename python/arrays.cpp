@@ -78,7 +78,7 @@ Device device_named(const std::string& name) {
 }
 
 /// A view of what `source` exports, which is `array` or stands for it.
-View imported(const char* name, nb::handle array, nb::handle source, bool writable, bool bf16) {
+View imported(const char* name, nb::handle array, nb::handle source, bool writable, int code) {
   View result;
   nb::ndarray<> writable_memory;  // asked for first: a capsule can be taken over once
   const bool taken = writable && nb::try_cast(source, writable_memory, false);
@@ -90,7 +90,7 @@ View imported(const char* name, nb::handle array, nb::handle source, bool writab
     fail(fmt::format("{}: got a read-only array, want a writable one", name));
   }
   DLTensor tensor = tensor_of(result.memory);
-  if (bf16) tensor.dtype.code = kDLBfloat;
+  if (code != 0) tensor.dtype.code = static_cast<uint8_t>(code);
   result.tensor = Tensor::from_dlpack(tensor, name);
   return result;
 }
@@ -116,11 +116,11 @@ View view(const char* name, nb::handle array, bool writable, uintptr_t stream) {
     result.tensor = Tensor::from_dlpack(tensor, name);
     return result;
   }
-  return imported(name, array, exported(array, stream), writable, false);
+  return imported(name, array, exported(array, stream), writable, 0);
 }
 
-View host_view(const char* name, nb::handle array, bool writable, bool bf16) {
-  return imported(name, array, array, writable, bf16);
+View host_view(const char* name, nb::handle array, bool writable, int code) {
+  return imported(name, array, array, writable, code);
 }
 
 View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,

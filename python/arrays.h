@@ -43,9 +43,9 @@ const ExchangeApi* exchange_api(nb::handle type);
 
 /// A view of the memory of `array`, which on a GPU is ready for work that is put on `stream`.
 View view(const char* name, nb::handle array, bool writable, uintptr_t stream);
-/// A view of the memory of an array of NumPy, which is the host's. A bfloat16 array, which NumPy
-/// cannot say, comes as its 16-bit integers, with `bf16`.
-View host_view(const char* name, nb::handle array, bool writable, bool bf16);
+/// A view of the memory of an array of NumPy, which is the host's. An array of ml_dtypes, which
+/// NumPy cannot export, comes as integers of its size, with DLPack's `code` of its dtype; else 0.
+View host_view(const char* name, nb::handle array, bool writable, int code);
 
 /// A contiguous tensor without memory, to plan with.
 View planned(const char* name, const std::vector<int64_t>& shape, const std::string& dtype,

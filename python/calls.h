@@ -3,7 +3,12 @@
 /// reads them.
 #pragma once
 
+#include <fmt/format.h>
+
+#include <utility>
+
 #include "call/tensors.h"
+#include "fulgur/error.h"
 
 namespace fulgur::python {
 
@@ -31,11 +36,26 @@ void for_each_option(Visit&& visit, Options& options) {
   visit("deterministic", options.deterministic);
 }
 
+/// k and v have the dtype of q, as their gradients and PyTorch and JAX themselves want it. Throws
+/// Error(kInvalidArgument).
+inline void check_one_dtype(const ForwardArgs& args) {
+  for (const auto& [name, t] : {std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
+    if (!t->given() || t->dtype == args.q.dtype) continue;
+    throw Error(Status::kInvalidArgument, fmt::format("{}: got {}, want {} (the dtype of q)", name,
+                                                      name_of(t->dtype), name_of(args.q.dtype)));
+  }
+}
+
 // Which tensors of a table an operator or a call takes.
 
 inline bool every(const TensorRule&) { return true; }
-inline bool inputs(const TensorRule& rule) { return !rule.written(); }
-inline bool outputs(const TensorRule& rule) { return rule.written(); }
+/// Operators and JAX's calls take no codes, and so no descales.
+inline bool inputs(const TensorRule& rule) {
+  return !rule.written() && rule.type != TensorType::kDescale;
+}
+inline bool outputs(const TensorRule& rule) {
+  return rule.written() && rule.type != TensorType::kDescale;
+}
 /// A call that appends reads k and v from its caches, which are tensors of NewRows.
 inline bool inputs_but_keys(const TensorRule& rule) {
   return inputs(rule) && rule.need != Need::kUnlessAppend;

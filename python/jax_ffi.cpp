@@ -233,6 +233,7 @@ struct Forward : Pass<ForwardArgs> {
   static constexpr const char* kTarget = "fulgur_forward";
 
   static void run(const Args& args, const Options& options, const Run& run) {
+    check_one_dtype(args);
     forward(args, options, run);
   }
 };

@@ -201,6 +201,34 @@ void append_forward(const nb::dict& views, const nb::dict& options, bool interle
   fulgur::forward(call.args, call.options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
+void quantize(const nb::dict& given, bool static_scale, int threads) {
+  const Entries views(given);
+  const fulgur::QuantizeArgs args{tensor(views, "x"), tensor(views, "codes"),
+                                  tensor(views, "scale"), tensor(views, "zero_point"),
+                                  static_scale};
+  fulgur::Options options;
+  options.threads = threads;
+  const fulgur::python::WithoutGil unlocked;
+  fulgur::quantize(args, options);
+}
+
+void dequantize(const nb::dict& given, int threads) {
+  const Entries views(given);
+  const fulgur::DequantizeArgs args{tensor(views, "codes"), tensor(views, "scale"),
+                                    tensor(views, "zero_point"), tensor(views, "x")};
+  fulgur::Options options;
+  options.threads = threads;
+  const fulgur::python::WithoutGil unlocked;
+  fulgur::dequantize(args, options);
+}
+
+/// (numbers of a block, its bytes, the dtype of arrays of codes, whether blocks have scales).
+std::tuple<int64_t, int64_t, std::string, bool> format(const std::string& name) {
+  const fulgur::DType dtype = fulgur::format_named(name.c_str());
+  const int64_t block = fulgur::block_of(dtype);
+  return {block, fulgur::size_of(dtype), block == 1 ? name : "u8", fulgur::has_scales(dtype)};
+}
+
 std::vector<std::tuple<std::string, std::string, std::string>> engines() {
   std::vector<std::tuple<std::string, std::string, std::string>> result;
   for (const auto& [name, description, unavailable] : fulgur::engines()) {
@@ -273,6 +301,8 @@ const char* words(fulgur::TensorType type) {
       return "int32";
     case fulgur::TensorType::kI64:
       return "int64";
+    case fulgur::TensorType::kDescale:
+      return "float32 or float16";
     default:
       return "";
   }
@@ -363,6 +393,12 @@ NB_MODULE(_fulgur, m) {
                    })
       .def_prop_ro("dtype", [](const View& v) { return fulgur::name_of(v.tensor.dtype); })
       .def_prop_ro("device", [](const View& v) { return fulgur::name_of(v.tensor.device); })
+      .def("as_format",
+           [](const View& v, const std::string& format, const char* name) {
+             View result = v;
+             result.tensor = v.tensor.as(fulgur::format_named(format.c_str()), name);
+             return result;
+           })
       .def_prop_ro("data",
                    [](const View& v) { return reinterpret_cast<uintptr_t>(v.tensor.data); });
   m.def("view", &fulgur::python::view, "name"_a, "array"_a.none(), "writable"_a = false,
@@ -395,6 +431,9 @@ NB_MODULE(_fulgur, m) {
   m.def("check_append_forward", &check_append_forward, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
+  m.def("quantize", &quantize, "views"_a, "static_scale"_a, "threads"_a);
+  m.def("dequantize", &dequantize, "views"_a, "threads"_a);
+  m.def("format", &format, "name"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   nb::class_<fulgur::python::TorchDirect>(m, "TorchDirect")

@@ -555,6 +555,7 @@ const std::array<Entry, 7>& entries() {
 bool torch_grad_enabled() { return torch->grad_enabled(); }
 
 void torch_forward(ForwardArgs& args, Options& options) {
+  check_one_dtype(args);
   check_rng_state(args, options);
   const Run run = run_on(args.q.device, options);
   forward(args, options, run);

@@ -15,12 +15,14 @@ PUBLIC = re.compile(
     r"|\.gomp_critical_user_fulgur_\w+"  # the lock of a named `omp critical`
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
     r"(cuda::(allocate|deallocate|copy|synchronize|plan_for_card|prewarm|tune)|Error|BasicTensor|Plan|Details|Expr"
-    r"|TensorSymbol|forward|backward|plan|append|merge|parse_expression|scores|scores_shape|engines|size_of|name_of)"
+    r"|TensorSymbol|forward|backward|plan|append|merge|parse_expression|scores|scores_shape|engines|size_of|name_of"
+    r"|quantize|dequantize|has_scales|format_named|block_of)"
     r"\b.*)"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_DECLARATION = re.compile(r"\b(fulgur_\w+)\(")
-WANTED = ("fulgur::forward(", "fulgur::plan(", "fulgur::append(", "fulgur::merge(", "fulgur::scores(")
+WANTED = ("fulgur::forward(", "fulgur::plan(", "fulgur::append(", "fulgur::merge(", "fulgur::scores(",
+          "fulgur::quantize(", "fulgur::dequantize(")
 
 
 def declared(path):

@@ -49,6 +49,24 @@ _DType = Literal["f32", "bf16", "f16", "f64"]
 _Stage = Literal["scaled", "softcap", "masked", "probabilities"]
 _Indices = slice | Sequence[int] | _DLPack
 
+class Quantized:
+    format: str
+    codes: Any
+    scale: Any
+    zero_point: Any
+    dtype: str
+    shape: tuple[int, ...]
+    def __init__(
+        self,
+        format: str,
+        codes: _DLPack,
+        scale: _DLPack | None = None,
+        zero_point: _DLPack | None = None,
+        *,
+        dtype: str = "f32",
+    ) -> None: ...
+    def dequantize(self, dtype: _DType | None = None, *, threads: int = 0) -> Any: ...
+
 class _AnyPlan:
     def explain(self) -> str: ...
     def details(self) -> dict[str, Any]: ...
@@ -80,6 +98,15 @@ def merge(
     *,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array]: ...
+def quantize(
+    x: _DLPack,
+    format: str,
+    *,
+    scale: Literal["tensor", "head", "token"] | int | _DLPack | None = None,
+    zero_point: bool | _DLPack | None = None,
+    scale_dtype: Literal["f32", "f16"] = "f32",
+    threads: int = 0,
+) -> Quantized: ...
 def engines() -> list[Engine]: ...
 def install_as(
     name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],
@@ -108,13 +135,14 @@ def dot_product_attention(
 # Types by what _spec.py calls them; of tensors also where they may be left out.
 TYPES = {
     "": {
-        "tensor": "_DLPack", "result": "_Array", "planned": "_DLPack | _Shape", "dlse": "_DLPack",
+        "tensor": "_DLPack", "result": "_Array", "planned": "_DLPack | Quantized | _Shape", "dlse": "_DLPack",
+        "coded": "_DLPack | Quantized",
         "dtype": "_DType", "stream": "int | _CudaStream | None", "stage": "_Stage", "indices": "_Indices | None",
     },
-    "torch": {"tensor": "Tensor", "result": "Tensor", "stage": "_Stage", "indices": "_Indices | None"},
-    "jax": {"tensor": "ArrayLike", "result": "Array", "int of seed, offset": "int | ArrayLike"},
+    "torch": {"tensor": "Tensor", "coded": "Tensor", "result": "Tensor", "stage": "_Stage", "indices": "_Indices | None"},
+    "jax": {"tensor": "ArrayLike", "coded": "ArrayLike", "result": "Array", "int of seed, offset": "int | ArrayLike"},
 }  # fmt: skip
-TENSORS = ("tensor", "result", "planned", "dlse")
+TENSORS = ("tensor", "coded", "result", "planned", "dlse")
 
 # The signatures of functions whose result depends on their arguments: {argument: type}, result. An
 # argument without a default in one has it in the other.

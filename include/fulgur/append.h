@@ -32,4 +32,43 @@ struct AppendArgs {
 /// any of both.
 FULGUR_API void append(const AppendArgs& args, const Options& options = {}, const Run& run = {});
 
+/// Low-bit formats, which k and v of forward() may have, and whose codes stand for these numbers:
+///
+///   e4m3, e5m2      (torch.float8_e4m3fn, float8_e5m2): code * scale
+///   int8, int4      two's complement: (code - zero point) * scale. Two int4 lie in a byte, the
+///                   first in its lower half: dims are even
+///   q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl
+///                   ggml's blocks of 32 columns, which begin with a scale in f16
+///
+/// Scales lie in tensors beside the codes (Descales) or in blocks.
+struct QuantizeArgs {
+  /// f32, bf16, f16 or f64: (batch, seqlen, heads, dim), or pages, or (total, heads, dim).
+  ConstTensor x{};
+  Tensor codes{};  ///< written: the shape of x, its dtype is the format
+  /// Written, or read: f32 or f16, of the shapes of Descales, where (total, heads, dim) is one
+  /// sequence. Without: x itself is rounded to codes. Not of ggml's formats.
+  Tensor scale{};
+  Tensor zero_point{};        ///< likewise, of int8 and int4 with a scale; without: 0
+  bool static_scale = false;  ///< scale and zero_point are read: codes of numbers to come have them
+};
+
+/// Rounds numbers to codes, by scales that are as small as the numbers that share one let them be
+/// (docs/contract.md). Of `options` it takes the threads. On the CPU; throws Error:
+/// kInvalidArgument, kUnsupported for tensors on a GPU.
+FULGUR_API void quantize(const QuantizeArgs& args, const Options& options = {});
+
+/// Tensors of dequantize().
+struct DequantizeArgs {
+  ConstTensor codes{}, scale{}, zero_point{};  ///< as of QuantizeArgs
+  Tensor x{};                                  ///< written
+};
+
+/// The numbers that codes stand for, rounded to the dtype of x.
+FULGUR_API void dequantize(const DequantizeArgs& args, const Options& options = {});
+
+/// Whether the blocks of a format have their scales, as ggml's.
+FULGUR_API bool has_scales(DType format);
+/// The format of this name: "q8_0"; throws Error(kInvalidArgument) where there is none.
+FULGUR_API DType format_named(const char* name);
+
 }  // namespace fulgur

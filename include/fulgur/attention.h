@@ -52,7 +52,9 @@ struct Options {
 ///   q [b, sq, hq, d]   k [b, sk, hk, d]   v [b, sk, hk, dv]   out [b, sq, hq, dv]
 ///   lse f32 [b, hq, sq] (packed [hq, total_q]; f64 when q is), optional: natural log of the sum of
 ///   exp(scores) of each row, its sink's among them.
-/// q, k, v, out share one dtype: f32, bf16, f16, or f64 (computed by the reference engine).
+/// q, k, v, out share one dtype: f32, bf16, f16, or f64 (computed by the reference engine). On the
+/// CPU k and v may each have any of the first three dtypes or a low-bit format (append.h), and q
+/// may be e4m3 or e5m2, with out of f32, bf16 or f16.
 /// hq % hk == 0; 1 <= d, dv <= 512; any strides whose last is 1. A row that sees no key has out = 0
 /// and lse = -inf, with a sink lse = sink.
 struct ForwardArgs {
@@ -84,6 +86,7 @@ struct ForwardArgs {
   std::vector<TensorBinding> tensors{};  ///< those that the expressions of the options index
   KvCache cache{};  ///< k and v are caches whose sequences lie where tables say
   SharedPrefix shared_prefix{};
+  Descales descales{};  ///< of codes in q, k and v
   /// New keys and values: the call appends them, as fulgur::append() does, and attends what the
   /// caches then hold, which gives the bits of both calls. The caches are those of `append`, so
   /// that k and v stay empty; so do cu_seqlens_k and seqused_k, as sequence b has cache_seqlens[b]

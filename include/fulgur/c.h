@@ -85,6 +85,16 @@ typedef struct fulgur_shared_prefix {
   const DLTensor* prefix_lens;    ///< i32 (groups)
 } fulgur_shared_prefix;
 
+/// What numbers the codes of low-bit formats in q, k and v stand for (fulgur::Descales): all 0 but
+/// struct_size, then what you need. e4m3, e5m2 and int8 are dtypes of DLPack. Codes of the other
+/// formats come as bytes, u8, whose last dimension counts those of a row.
+typedef struct fulgur_descales {
+  size_t struct_size;  ///< sizeof(fulgur_descales)
+  const DLTensor *q_descale, *k_descale, *v_descale;
+  const DLTensor *k_zero_point, *v_zero_point;
+  const char *k_format, *v_format;  ///< of bytes: "int4", "q8_0", ...; null = as the dtype says
+} fulgur_descales;
+
 /// What rotates new keys, and queries with them (fulgur::Rotary).
 typedef struct fulgur_rotary {
   size_t struct_size;              ///< sizeof(fulgur_rotary)
@@ -102,6 +112,11 @@ typedef struct fulgur_new_rows {
   const DLTensor* cu_seqlens_k_new;   ///< i32 (batch + 1): packed layout
   const DLTensor* cache_seqlens;      ///< i32 (batch): rows that the caches have already
   const fulgur_rotary* rotary;        ///< null = keys are not rotated
+  /// Of caches of codes: written where they lie as the rows of the cache, else read. And formats of
+  /// caches that are bytes.
+  const DLTensor *k_cache_descale, *v_cache_descale;
+  const DLTensor *k_cache_zero_point, *v_cache_zero_point;
+  const char *k_cache_format, *v_cache_format;
 } fulgur_new_rows;
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
@@ -124,6 +139,7 @@ typedef struct fulgur_forward_args {
   const fulgur_new_rows* append;
   const DLTensor* bias;  ///< (batch, hq, sq, sk), each may be 1: added to the scores, -inf hides;
                          ///< or bool: true is seen
+  const fulgur_descales* descales;  ///< of codes in q, k and v
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -287,6 +303,24 @@ typedef struct fulgur_scores_args {
 /// null.
 FULGUR_API fulgur_status fulgur_scores(const fulgur_scores_args* args,
                                        const fulgur_options* options, const fulgur_run* run);
+
+/// What fulgur_quantize and fulgur_dequantize take (fulgur::QuantizeArgs), of tensors on the CPU:
+/// all 0 but struct_size, then what you need.
+typedef struct fulgur_quantize_args {
+  size_t struct_size;     ///< sizeof(fulgur_quantize_args)
+  const DLTensor* x;      ///< numbers, (batch, seqlen, heads, dim) or (total, heads, dim)
+  const DLTensor* codes;  ///< as k of fulgur_forward_args
+  const DLTensor *scale, *zero_point;  ///< may be null
+  const char* format;                  ///< of codes that are bytes; null = as the dtype says
+  int static_scale;  ///< scale and zero_point are read; 0: they are written (fulgur_quantize)
+} fulgur_quantize_args;
+
+/// codes, scale, zero_point <- x. `options` may be null.
+FULGUR_API fulgur_status fulgur_quantize(const fulgur_quantize_args* args,
+                                         const fulgur_options* options);
+/// x <- the numbers of the codes. `options` may be null.
+FULGUR_API fulgur_status fulgur_dequantize(const fulgur_quantize_args* args,
+                                           const fulgur_options* options);
 
 /// The message of the last failure in this thread ("" before any), in English. Valid until the
 /// thread's next failure or its end.

@@ -26,6 +26,19 @@ struct KvCache {
   ConstTensor leftpad_k{};
 };
 
+/// What codes of low-bit formats (append.h) are multiplied by: an element of k is (code -
+/// k_zero_point) * k_descale, in f32; not given: 0 and 1. f32 or f16, any strides, of the shape
+///   (1)                       for the whole tensor,
+///   (batch or 1, hk or 1)     for each sequence and kv head, of q likewise, or
+///   that of q, k or v but for its last dimension, which is a number of groups: of a row's
+///   columns, side by side, each group shares a scale. One group, or groups of a multiple of 16
+///   columns; scales lie in pages where k and v do.
+/// Not with ggml's formats, whose blocks have scales.
+struct Descales {
+  ConstTensor q_descale{}, k_descale{}, v_descale{};
+  ConstTensor k_zero_point{}, v_zero_point{};  ///< of int8 and int4, in the shape of the descale
+};
+
 /// Sequences that begin with the same keys and values, in the same pages or in others of the same
 /// content: those are read through the pages of the first sequence of a group, once, where that
 /// pays. Says where keys are read, not what is computed. With page_table alone. Both or none, on
@@ -67,13 +80,18 @@ struct NewRows {
   /// ForwardArgs. Rows that take no token keep their bits.
   Tensor k_cache{}, v_cache{};
   /// The new rows (batch, s_new, hk, dim), or packed (total, hk, dim) with cu_seqlens_k_new, in the
-  /// dtype of the caches: f32, bf16, f16 or f64. Packed rows of no sequence are not looked at.
+  /// dtype of the caches: f32, bf16, f16 or f64, any of which a cache of codes (append.h) takes.
+  /// Packed rows of no sequence are not looked at.
   ConstTensor k_new{}, v_new{};
   ConstTensor cu_seqlens_k_new{};  ///< i32 (batch + 1), as cu_seqlens_k of VarLen
   /// i32 (batch): the old lengths, counted from the first row of each sequence, left padding
   /// included.
   ConstTensor cache_seqlens{};
   Rotary rotary{};
+  /// Of caches of codes, as k_descale of Descales. New rows become codes as quantize() makes them;
+  /// those that lie as the rows of the cache are written with the codes, and the others read.
+  Tensor k_cache_descale{}, v_cache_descale{};
+  Tensor k_cache_zero_point{}, v_cache_zero_point{};
 };
 
 }  // namespace fulgur

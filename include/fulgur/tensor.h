@@ -15,8 +15,28 @@
 
 namespace fulgur {
 
-/// kBool: a byte, 0 or 1.
-enum class DType : uint8_t { kF16, kBF16, kF32, kF64, kI32, kI64, kBool };
+/// kBool: a byte, 0 or 1. From kE4M3 on: the low-bit formats of append.h. kU8: bytes that as()
+/// reads as a format.
+enum class DType : uint8_t {
+  kF16,
+  kBF16,
+  kF32,
+  kF64,
+  kI32,
+  kI64,
+  kBool,
+  kU8,
+  kE4M3,
+  kE5M2,
+  kInt8,
+  kInt4,
+  kQ8_0,
+  kQ4_0,
+  kQ4_1,
+  kQ5_0,
+  kQ5_1,
+  kIQ4_NL
+};
 enum class DeviceType : uint8_t { kCpu, kCuda };
 
 struct Device {
@@ -25,9 +45,15 @@ struct Device {
   bool operator==(const Device&) const = default;
 };
 
-/// Bytes of one element.
+/// Elements of a block, which lie together in memory: 1 but for int4 (2) and ggml's formats (32).
+FULGUR_API int64_t block_of(DType dtype);
+/// Bytes of a block; of an element where that is a block of its own.
 FULGUR_API int64_t size_of(DType dtype);
-/// "f16", "bf16", "f32", "f64", "i32", "i64" or "bool".
+/// Bytes of so many elements, a multiple of the block.
+inline int64_t bytes_of(DType dtype, int64_t elements) {
+  return elements / block_of(dtype) * size_of(dtype);
+}
+/// "f16", "bf16", "f32", "f64", "i32", "i64", "bool", "u8", or that of a low-bit format.
 FULGUR_API const char* name_of(DType dtype);
 /// "cpu" or "cuda:0".
 FULGUR_API std::string name_of(Device device);
@@ -57,8 +83,9 @@ concept StridedView = requires(const M& m) {
 };
 
 /// A view of memory that somebody else owns: the data, dtype, device, shape and strides of a DLPack
-/// tensor of at most four dimensions. Strides count elements. A default-constructed one (rank 0)
-/// means "not given". `Void` is void for a Tensor, which may be written, and const void for a
+/// tensor of at most four dimensions. Shape and strides count elements; of formats with blocks they
+/// are multiples of the block, but for the last stride, which is 1. A default-constructed one (rank
+/// 0) means "not given". `Void` is void for a Tensor, which may be written, and const void for a
 /// ConstTensor; the first converts to the second, never back.
 template <class Void>
 struct FULGUR_API BasicTensor {
@@ -110,6 +137,11 @@ struct FULGUR_API BasicTensor {
   /// A view of a DLPack tensor (byte_offset applied; strides may be null = row-major).
   /// Throws Error(kInvalidArgument) naming `name` for a dtype, device or rank that fulgur lacks.
   static BasicTensor from_dlpack(const DLTensor& tensor, const char* name = "tensor");
+
+  /// The same memory as elements of a format, which bytes (u8), whose last dimension counts those
+  /// of a row, do not say: q8_0 (..., 34) is (..., 32). Throws Error(kInvalidArgument) naming
+  /// `name`.
+  BasicTensor as(DType format, const char* name = "tensor") const;
 
   bool given() const { return rank > 0; }
   /// Number of elements; 0 when not given.

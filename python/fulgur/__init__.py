@@ -27,12 +27,14 @@ from fulgur._calls import append, append_attention, attention, attention_backwar
 from fulgur._fulgur import Error, __version__
 from fulgur._install import install_as
 from fulgur._plans import BackwardPlan, Plan, WorkspaceNeed, explain, plan, plan_backward
+from fulgur._quantize import Quantized, quantize
 
 __all__ = [
     "BackwardPlan",
     "Engine",
     "Error",
     "Plan",
+    "Quantized",
     "WorkspaceNeed",
     "__version__",
     "append",
@@ -45,6 +47,7 @@ __all__ = [
     "merge",
     "plan",
     "plan_backward",
+    "quantize",
     "scores",
 ]
 

@@ -11,11 +11,18 @@ from fulgur import _fulgur
 QKV = ("q", "k", "v")
 INT32, INT64, UINT64 = (-(2**31), 2**31 - 1), (-(2**63), 2**63 - 1), (0, 2**64 - 1)
 _CUDA = 2  # DLPack's number of the kind of device
+# DLPack's numbers of dtypes that ml_dtypes gives to NumPy, whose own numbers are less than _ML_DTYPES.
+_DLPACK_CODES = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
+_ML_DTYPES = 256
 _NUMPY_NAMES = {
     "f16": "float16",
     "bf16": "bfloat16",
     "f32": "float32",
     "f64": "float64",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "int8": "int8",
+    "u8": "uint8",
     "i32": "int32",  # of wrong inputs, for the library to refuse
     "i64": "int64",
 }
@@ -137,8 +144,11 @@ def view(name, array, writable=False, stream=0):
     """A view of the array's memory, on a GPU ready for work on a stream."""
     if isinstance(array, np.ndarray):
         dtype = array.dtype
-        bf16 = dtype.kind == "V" and dtype.name == "bfloat16"  # the name alone takes 2 us
-        return _fulgur.host_view(name, array.view(np.int16) if bf16 else array, writable, bf16)
+        if dtype.kind in "Vf" and dtype.num >= _ML_DTYPES:  # the name alone takes 2 us
+            code = _DLPACK_CODES.get(dtype.name)
+            if code is not None:
+                return _fulgur.host_view(name, array.view(f"i{dtype.itemsize}"), writable, code)
+        return _fulgur.host_view(name, array, writable, 0)
     elif _is_torch(array):
         if array.requires_grad:
             raise ValueError(
@@ -182,9 +192,36 @@ def _want_memory(name, tensor):
         raise TypeError(f"{name}: got a tensor on meta, want one with memory, or fulgur.torch.attention")
 
 
+class OfCodes:
+    """Stands for an array of codes: `views(name, stream)` are those of the codes and of what scales them."""
+
+    __slots__ = ()
+
+
 def views(stream=0, **arrays):
-    """Views of arrays by name."""
-    return {name: view(name, array, stream=stream) for name, array in arrays.items()}
+    """Views of arrays by name, and of what comes with those that are quantized."""
+    found = {}
+    for name, array in arrays.items():
+        if isinstance(array, OfCodes):
+            found |= array.views(name, stream)
+        else:
+            found[name] = view(name, array, stream=stream)
+    return found
+
+
+def written(name, array, stream=0):
+    """Views of an array that a call writes to, and of what comes with it where it is quantized."""
+    if isinstance(array, OfCodes):
+        return array.views(name, stream, writable=True)
+    return {name: view(name, array, True, stream)}
+
+
+def with_given(found, stream, names, given):
+    """`found` and the views of those arrays with these names that a call is given, which it has once."""
+    more = given_views(stream, names, given)
+    for name in found.keys() & more.keys():
+        raise ValueError(f"{name}: given with a Quantized {name[0]}, which brings its own")
+    return found | more
 
 
 def given_views(stream, names, given):
@@ -202,14 +239,13 @@ def planned_views(given, **arrays):
     for name, x in (("dtype", dtype), ("device", device)):
         if not isinstance(x, str):
             raise TypeError(f"{name}: got {x!r}, want a string")
-    return {
-        name: (
-            _fulgur.planned(name, [integer(name, n, *INT64) for n in x], dtype, device)
-            if isinstance(x, (tuple, list))
-            else view(name, x)
-        )
-        for name, x in arrays.items()
-    }
+    found = {}
+    for name, x in arrays.items():
+        if isinstance(x, (tuple, list)):
+            found[name] = _fulgur.planned(name, [integer(name, n, *INT64) for n in x], dtype, device)
+        else:
+            found |= views(0, **{name: x})
+    return found
 
 
 def lse_dtype(dtype):
@@ -220,6 +256,8 @@ def lse_dtype(dtype):
 def forward_results(q, v, with_lse):
     """(shape, dtype) of out by name, and of lse."""
     out, dtype = q.shape[:-1] + v.shape[-1:], q.dtype
+    if dtype in ("e4m3", "e5m2"):
+        dtype = "bf16"  # as FlashAttention-3 has it
     results = {"out": (out, dtype)}
     if with_lse:
         lse = (*out[:-3], out[-2], out[-3]) if len(out) >= 3 else out
@@ -262,8 +300,10 @@ def empty(shape, dtype, like):
     if on_gpu and hasattr(like, "__array_namespace__"):
         namespace = like.__array_namespace__()
         return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
-    if dtype == "bfloat16":
-        from ml_dtypes import bfloat16 as dtype
+    if dtype in _DLPACK_CODES:
+        import ml_dtypes
+
+        dtype = getattr(ml_dtypes, dtype)
     if not on_gpu:
         return np.empty(shape, dtype)
     if not _is_cupy(like):  # which has no __array_namespace__, as of version 14
@@ -294,6 +334,8 @@ def filled(results, given, like, fill, stream=0):
     Those given are the very same, the others fresh and of the kind of `like`.
     """
     arrays, views = {}, {}
+    if isinstance(like, OfCodes):
+        like = like.codes
     for name, (shape, dtype) in results.items():
         array = given.get(name)
         if array is None:

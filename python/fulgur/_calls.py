@@ -38,7 +38,7 @@ def attention(q, k, v, **given):
     check("attention", given)
     options, random = _a.options(given), _a.random_numbers(given)
     return_lse, stream = _a.return_lse(given), _a.run_stream(q, given)
-    views = _a.views(stream, q=q, k=k, v=v) | _a.given_views(stream, OPTIONAL["forward"], given)
+    views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given)
     results = _a.forward_results(views["q"], views["v"], return_lse)
     arrays = _a.filled(
         results, given, q,
@@ -241,8 +241,8 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
 def _append_views(stream, k_cache, v_cache, rows, optional, given):
     """Views of what a call takes that appends, by name."""
     return {
-        "k_cache": _a.view("k_cache", k_cache, True, stream),
-        "v_cache": _a.view("v_cache", v_cache, True, stream),
+        **_a.written("k_cache", k_cache, stream),
+        **_a.written("v_cache", v_cache, stream),
         **_a.views(stream, **rows),
         **_a.given_views(stream, optional, given),
     }

@@ -47,7 +47,7 @@ def plan(q, k, v, **given):
     """
     check("plan", given)
     options, return_lse = _a.options(given), _a.return_lse(given)
-    views = _a.planned_views(given, q=q, k=k, v=v) | _a.given_views(0, OPTIONAL["forward"], given)
+    views = _a.with_given(_a.planned_views(given, q=q, k=k, v=v), 0, OPTIONAL["forward"], given)
     results = _a.forward_results(views["q"], views["v"], return_lse)
     views |= _a.planned_results(results, given, views["q"].device)
     return Plan(_fulgur.plan_forward(views, options), results)
@@ -150,7 +150,7 @@ class Plan(_AnyPlan):
         """
         check("Plan.run", given)
         random, stream = _a.random_numbers(given), _a.run_stream(q, given)
-        views = _a.views(stream, q=q, k=k, v=v) | _a.given_views(stream, OPTIONAL["forward"], given)
+        views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given)
         if given.get("lse") is not None and "lse" not in self._results:  # for the plan to refuse
             views["lse"] = _a.view("lse", given["lse"], True, stream)
         workspace = given.get("workspace")

@@ -60,11 +60,11 @@ def _rows(*rows):
 _QKV = _rows(
     ("q", "tensor", REQUIRED, "``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512."),
     (
-        "k", "tensor", REQUIRED,
+        "k", "coded", REQUIRED,
         "``(batch, sk, hk, d)`` or ``(total_k, hk, d)``, dtype of q; hq is a multiple of hk.",
     ),
     (
-        "v", "tensor", REQUIRED,
+        "v", "coded", REQUIRED,
         "``(batch, sk, hk, dv)`` or ``(total_k, hk, dv)``, dtype of q; 1 <= dv <= 512.",
     ),
 )  # fmt: skip
@@ -163,6 +163,19 @@ _CACHE = _TABLES + _rows(
         "which are read once, through the pages of the first sequence, where that pays. Both or none.",
     ),
 )  # fmt: skip
+_DESCALES = _rows(
+    (
+        "q_descale k_descale v_descale", "tensor", None,
+        "float32 or float16: what codes of q, k and v are multiplied by, default 1. ``(1,)``, "
+        "``(batch, hk)``, each of which may be 1, or the shape of q, k or v but for the last dimension: "
+        "a number of groups of columns. On the CPU k and v may be float8, int8, or a :class:`Quantized`, "
+        "which brings its own, or other floats than q.",
+    ),
+    (
+        "k_zero_point v_zero_point", "tensor", None,
+        "of int8 and int4, which is taken from the codes first, in the shape of the descale; default 0.",
+    ),
+)  # fmt: skip
 _DETERMINISTIC = _rows(
     ("deterministic", "bool", False, "the backward pass gives the same bits in every run."),
 )
@@ -239,7 +252,7 @@ _STAGE = _rows(
 )  # fmt: skip
 _NEW_ROWS = _rows(
     (
-        "k_cache v_cache", "tensor", REQUIRED,
+        "k_cache v_cache", "coded", REQUIRED,
         "written in place: ``(batch, sk, hk, dim)`` or ``(pages, page, hk, dim)``, as "
         ":func:`attention` takes them. Rows that take no token keep their bits.",
     ),
@@ -335,7 +348,7 @@ def _less(names, *groups):
 
 _OPTIONS = _MASK + _SCORES + _DROPOUT + _LENGTHS
 _GRADIENT_OPTIONS = _OPTIONS + _DETERMINISTIC + _HOW + _ENGINE
-_EVERY_OPTION = _OPTIONS + _CACHE + _DETERMINISTIC + _HOW + _ENGINE
+_EVERY_OPTION = _OPTIONS + _CACHE + _DESCALES + _DETERMINISTIC + _HOW + _ENGINE
 _PLANNED_OUT = {"out": "given if runs will give one with other strides than a fresh array has."}
 _PLANNED_GRADIENTS = {
     "dlse": "given, an array or its shape, if runs will give one.",
@@ -370,8 +383,9 @@ def _of_run(*groups):
 
 # Arguments that fulgur.torch and fulgur.jax lack: random numbers, threads, devices and streams are those of PyTorch
 # and of XLA.
-_TORCHS = "seed offset rng_state threads engine out stream"
-_JAXS = "rng_state threads engine out stream"
+_OF_CODES = " q_descale k_descale v_descale k_zero_point v_zero_point"
+_TORCHS = "seed offset rng_state threads engine out stream" + _OF_CODES
+_JAXS = "rng_state threads engine out stream" + _OF_CODES
 _OF_TORCH = {
     "alibi_slopes": "; gets no gradient.",
     "dropout_p": "0 <= p < 1; the random numbers come from PyTorch's generator of q's device.",

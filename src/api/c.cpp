@@ -77,6 +77,8 @@ constexpr size_t kMinTensors = sizeof(Struct);
 template <>
 constexpr size_t kMinTensors<fulgur_forward_args> = offsetof(fulgur_forward_args, bias);
 template <>
+constexpr size_t kMinTensors<fulgur_new_rows> = offsetof(fulgur_new_rows, k_cache_descale);
+template <>
 constexpr size_t kMinTensors<fulgur_backward_args> = offsetof(fulgur_backward_args, bias);
 
 template <class T>
@@ -93,8 +95,9 @@ static_assert(kPointers<fulgur_var_len> == fulgur::kVarLenTensors);
 static_assert(kPointers<fulgur_kv_cache> == fulgur::kKvCacheTensors);
 static_assert(kPointers<fulgur_shared_prefix> == fulgur::kSharedPrefixTensors);
 static_assert(kPointers<fulgur_rotary> == fulgur::kRotaryTensors + 1);
-static_assert(kPointers<fulgur_new_rows> == fulgur::kNewRowsTensors + 1);
-static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 4);
+static_assert(kPointers<fulgur_new_rows> == fulgur::kNewRowsTensors + 3);
+static_assert(kPointers<fulgur_descales> == fulgur::kDescalesTensors + 2);
+static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 5);
 static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 1);
 static_assert(kPointers<fulgur_scores_args> == fulgur::kScoresTensors + 3);
 static_assert(kPointers<fulgur_append_args> == fulgur::kAppendTensors + 2);
@@ -137,6 +140,19 @@ fulgur::SharedPrefix convert(const fulgur_shared_prefix* given) {
   return to;
 }
 
+fulgur::Descales convert(const fulgur_descales& from) {
+  constexpr bool all = true;
+  fulgur::Descales to;
+  FULGUR_DESCALES_TENSORS(FULGUR_READ)
+  return to;
+}
+
+/// Codes that may come as bytes.
+template <class T>
+void read_format(const char* format, const char* name, T& t) {
+  if (format != nullptr) t = t.as(fulgur::format_named(format), name);
+}
+
 fulgur::Rotary convert(const fulgur_rotary* given) {
   const auto from = optional("rotary", given);
   constexpr bool all = true;
@@ -151,6 +167,8 @@ fulgur::NewRows convert(const fulgur_new_rows* given, const char* name) {
   constexpr bool all = true;
   fulgur::NewRows to;
   FULGUR_NEW_ROWS_TENSORS(FULGUR_READ)
+  read_format(from.k_cache_format, "k_cache", to.k_cache);
+  read_format(from.v_cache_format, "v_cache", to.v_cache);
   to.rotary = convert(from.rotary);
   return to;
 }
@@ -173,6 +191,10 @@ ForwardArgs convert(const fulgur_forward_args* given) {
   to.lengths = convert(from.lengths);
   to.cache = convert(from.cache);
   to.shared_prefix = convert(from.shared_prefix);
+  const auto descales = optional("descales", from.descales);
+  to.descales = convert(descales);
+  read_format(descales.k_format, "k", to.k);
+  read_format(descales.v_format, "v", to.v);
   if (from.append != nullptr) to.append = convert(from.append, "append");
   return to;
 }
@@ -201,6 +223,21 @@ ScoresArgs convert(const fulgur_scores_args* given) {
 }
 
 #undef FULGUR_READ
+
+/// The tensors of a call that quantizes, or of the inverse.
+struct Quantization {
+  fulgur_quantize_args from;
+  Tensor x, codes, scale, zero_point;
+
+  explicit Quantization(const fulgur_quantize_args* given)
+      : from(read_struct("args", given, kMinTensors<fulgur_quantize_args>)),
+        x(read_tensor<Tensor>(from.x, "x", true)),
+        codes(read_tensor<Tensor>(from.codes, "codes", true)),
+        scale(read_tensor<Tensor>(from.scale, "scale", false)),
+        zero_point(read_tensor<Tensor>(from.zero_point, "zero_point", false)) {
+    read_format(from.format, "codes", codes);
+  }
+};
 
 fulgur_options defaults() {
   fulgur_options options{};
@@ -427,6 +464,21 @@ fulgur_status fulgur_append(const fulgur_append_args* args, const fulgur_options
 fulgur_status fulgur_scores(const fulgur_scores_args* args, const fulgur_options* options,
                             const fulgur_run* run) {
   return guarded([&] { fulgur::scores(convert(args), convert(options), convert(run)); });
+}
+
+fulgur_status fulgur_quantize(const fulgur_quantize_args* args, const fulgur_options* options) {
+  return guarded([&] {
+    const Quantization q(args);
+    fulgur::quantize({q.x, q.codes, q.scale, q.zero_point, q.from.static_scale != 0},
+                     convert(options));
+  });
+}
+
+fulgur_status fulgur_dequantize(const fulgur_quantize_args* args, const fulgur_options* options) {
+  return guarded([&] {
+    const Quantization q(args);
+    fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x}, convert(options));
+  });
 }
 
 const char* fulgur_last_error(void) { return last_error.c_str(); }

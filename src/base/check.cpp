@@ -11,20 +11,47 @@ std::string list(const ConstTensor& t, const std::array<int64_t, ConstTensor::kM
 
 namespace {
 
+/// A tensor whose elements are the blocks of `t`; elements are often blocks of their own.
+ConstTensor blocks_of(ConstTensor t) {
+  const int64_t block = block_of(t.dtype);
+  if (block == 1 || t.rank == 0) return t;
+  for (int i = 0; i < t.rank - 1; ++i) t.strides[i] /= block;
+  t.shape[t.rank - 1] /= block;
+  return t;
+}
+
+/// Rows of whole blocks, which begin at blocks.
+void check_blocks(const char* name, const ConstTensor& t) {
+  const int64_t block = block_of(t.dtype);
+  if (block == 1) return;
+  const int64_t columns = t.shape[t.rank - 1];
+  if (columns % block != 0) {
+    fail(name, "got head dim {}, want a multiple of {}, the block of {}", columns, block,
+         name_of(t.dtype));
+  }
+  for (int i = 0; i < t.rank - 1; ++i) {
+    if (t.shape[i] <= 1 || t.strides[i] % block == 0) continue;
+    fail(name, "got strides {}, want multiples of {}, the block of {}", list(t, t.strides), block,
+         name_of(t.dtype));
+  }
+}
+
 /// The stride of a dimension; 0 where its one index is never stepped from and it may be anything.
 int64_t used_stride(const ConstTensor& t, int i) { return t.shape[i] > 1 ? t.strides[i] : 0; }
 
 }  // namespace
 
-bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int rank) {
-  if (!t.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
-  if (t.rank != rank)
-    fail(name, "got {} dimensions {}, want {} {}", t.rank, t.describe(), rank, dims);
+bool check_sizes(const char* name, const ConstTensor& given, const char* dims, int rank) {
+  if (!given.given()) fail(name, "not given, want {} dimensions {}", rank, dims);
+  if (given.rank != rank)
+    fail(name, "got {} dimensions {}, want {} {}", given.rank, given.describe(), rank, dims);
+  check_blocks(name, given);
+  const ConstTensor t = blocks_of(given);
   int64_t bytes = size_of(t.dtype), extent = size_of(t.dtype);
   bool empty = false;
   for (int i = 0; i < rank; ++i) {
     if (t.shape[i] < 0)
-      fail(name, "got negative size {} in shape {}", t.shape[i], list(t, t.shape));
+      fail(name, "got negative size {} in shape {}", t.shape[i], list(given, given.shape));
     empty |= t.shape[i] == 0;
   }
   if (empty) return false;
@@ -39,7 +66,7 @@ bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int r
         __builtin_mul_overflow(reach, size_of(t.dtype), &reach) ||
         __builtin_add_overflow(extent, reach, &extent) || !fits(bytes) || !fits(extent)) {
       fail(name, "shape {} with strides {} is of more than 2^47 bytes, which no process addresses",
-           list(t, t.shape), list(t, t.strides));
+           list(given, given.shape), list(given, given.strides));
     }
   }
   return true;
@@ -55,8 +82,9 @@ void check_tensor(const char* name, const ConstTensor& t, const char* dims, int 
   if (written) check_no_overlap(name, t);
 }
 
-void check_no_overlap(const char* name, const ConstTensor& t) {
-  if (t.numel() == 0) return;
+void check_no_overlap(const char* name, const ConstTensor& given) {
+  if (given.numel() == 0) return;
+  const ConstTensor t = blocks_of(given);
   std::array<std::pair<int64_t, int64_t>, ConstTensor::kMaxRank> by_stride;  // (|stride|, size)
   const auto used = std::span(by_stride).first(std::min<size_t>(t.rank, by_stride.size()));
   for (int i = 0; i < t.rank; ++i) used[i] = {std::abs(used_stride(t, i)), t.shape[i]};
@@ -67,7 +95,7 @@ void check_no_overlap(const char* name, const ConstTensor& t) {
     if (size == 1) continue;
     if (stride <= reach) {
       fail(name, "elements overlap: shape {} with strides {}; an output needs its own memory",
-           list(t, t.shape), list(t, t.strides));
+           list(given, given.shape), list(given, given.strides));
     }
     reach += stride * (size - 1);
   }
@@ -116,7 +144,7 @@ void check_lengths(const char* name, const ConstTensor& t, int64_t size, const c
 void check_data(const char* name, const ConstTensor& t) {
   if (t.numel() == 0) return;
   if (t.data == nullptr) fail(name, "data is null");
-  if (reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
+  if (block_of(t.dtype) == 1 && reinterpret_cast<uintptr_t>(t.data) % size_of(t.dtype) != 0) {
     fail(name, "data {} is not aligned to the {} bytes of {}", t.data, size_of(t.dtype),
          name_of(t.dtype));
   }
@@ -130,7 +158,8 @@ struct Extent {
 };
 
 /// The dimensions whose stride is no multiple of `pitch` bytes; all of them when it is 0.
-Extent extent(const ConstTensor& t, int64_t pitch) {
+Extent extent(const ConstTensor& given, int64_t pitch) {
+  const ConstTensor t = blocks_of(given);
   const int64_t element = size_of(t.dtype);
   Extent e{reinterpret_cast<uintptr_t>(t.data), static_cast<uint64_t>(element)};
   for (int i = 0; i < t.rank; ++i) {
@@ -158,9 +187,9 @@ bool share_memory(const ConstTensor& a, const ConstTensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (!intersect(extent(a, 0), extent(b, 0))) return false;
   // Disjoint still if they take different parts of every period of some pitch.
-  for (const ConstTensor* t : {&a, &b}) {
-    for (int i = 0; i < t->rank; ++i) {
-      const int64_t pitch = t->shape[i] > 1 ? std::abs(t->strides[i]) * size_of(t->dtype) : 0;
+  for (const ConstTensor& t : {blocks_of(a), blocks_of(b)}) {
+    for (int i = 0; i < t.rank; ++i) {
+      const int64_t pitch = t.shape[i] > 1 ? std::abs(t.strides[i]) * size_of(t.dtype) : 0;
       if (pitch == 0) continue;
       if (!intersect(extent(a, pitch), extent(b, pitch), static_cast<uint64_t>(pitch)))
         return false;

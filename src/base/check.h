@@ -34,8 +34,8 @@ inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 47;
 /// tensor has.
 inline int64_t ends_of(int64_t batch) { return batch < INT64_MAX ? batch + 1 : batch; }
 
-/// Rank, sizes >= 0, at most kMaxTensorBytes. `dims` names the dimensions: "(batch, max_pages)".
-/// Returns whether there are elements.
+/// Rank, sizes >= 0, whole blocks, at most kMaxTensorBytes. `dims` names the dimensions: "(batch,
+/// max_pages)". Returns whether there are elements.
 bool check_sizes(const char* name, const ConstTensor& t, const char* dims, int rank);
 
 /// check_sizes, and the last stride is 1. A `written` tensor must not overlap itself.
@@ -56,9 +56,7 @@ inline void check_shape(const char* name, const ConstTensor& t, const char* dims
 inline bool on_host(const ConstTensor& t) { return t.device.type == DeviceType::kCpu; }
 
 /// f16, bf16, f32 and f64.
-inline bool is_float(DType dtype) {
-  return dtype != DType::kI32 && dtype != DType::kI64 && dtype != DType::kBool;
-}
+inline bool is_float(DType dtype) { return dtype <= DType::kF64; }
 
 void check_dtype(const char* name, const ConstTensor& t, DType want, const char* why);
 

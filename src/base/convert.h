@@ -44,6 +44,12 @@ inline uint16_t f16_from_f32(float x) {
   return static_cast<uint16_t>(sign | (finite & ~large) | (large & 0x7c00u) | (nan & 0x200u));
 }
 
+/// Codes of a format of base/formats.h.
+constexpr bool is_low_bit(DType dtype) { return dtype >= DType::kE4M3; }
+
+/// Number `i` of an array of codes of a low-bit format (base/formats.h), without the scales beside.
+float load_code(const void* codes, DType format, int64_t i);
+
 /// Element `i` of an array of `dtype`.
 inline double load_element(const void* data, DType dtype, int64_t i) {
   switch (dtype) {
@@ -61,11 +67,14 @@ inline double load_element(const void* data, DType dtype, int64_t i) {
       return static_cast<double>(static_cast<const int64_t*>(data)[i]);
     case DType::kBool:
       return static_cast<const uint8_t*>(data)[i] != 0 ? 1 : 0;
+    case DType::kU8:
+      return static_cast<const uint8_t*>(data)[i];
+    default:
+      return load_code(data, dtype, i);
   }
-  return 0;
 }
 
-/// Rounds `x` to nearest, ties to even (16-bit types by way of f32).
+/// Rounds `x` to nearest, ties to even (16-bit types by way of f32). Not to a low-bit format.
 inline void store_element(void* data, DType dtype, int64_t i, double x) {
   switch (dtype) {
     case DType::kF16:
@@ -88,6 +97,8 @@ inline void store_element(void* data, DType dtype, int64_t i, double x) {
       break;
     case DType::kBool:
       static_cast<uint8_t*>(data)[i] = x != 0 ? 1 : 0;
+      break;
+    default:
       break;
   }
 }

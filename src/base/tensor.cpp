@@ -6,15 +6,23 @@
 #include <algorithm>
 #include <cstring>
 
+#include "base/formats.h"
 #include "fulgur/error.h"
 
 namespace fulgur {
 
-constexpr int kDlBool = 6;  // kDLBool, which older DLPack headers lack
+// What older DLPack headers lack: kDLBool, kDLFloat8_e4m3fn and kDLFloat8_e5m2.
+constexpr int kDlBool = 6, kDlE4M3 = 10, kDlE5M2 = 12;
+
+int64_t block_of(DType dtype) {
+  const FormatRow* const format = format_of(dtype);
+  return format == nullptr ? 1 : format->block;
+}
 
 int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kBool:
+    case DType::kU8:
       return 1;
     case DType::kF16:
     case DType::kBF16:
@@ -25,8 +33,9 @@ int64_t size_of(DType dtype) {
     case DType::kF64:
     case DType::kI64:
       return 8;
+    default:
+      return format_of(dtype)->bytes;
   }
-  return 0;
 }
 
 const char* name_of(DType dtype) {
@@ -45,8 +54,11 @@ const char* name_of(DType dtype) {
       return "i64";
     case DType::kBool:
       return "bool";
+    case DType::kU8:
+      return "u8";
+    default:
+      return format_of(dtype)->name;
   }
-  return "?";
 }
 
 std::string name_of(Device device) {
@@ -109,9 +121,18 @@ BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char*
     t.dtype = DType::kI64;
   } else if (is(kDlBool, 8)) {
     t.dtype = DType::kBool;
+  } else if (is(kDLUInt, 8)) {
+    t.dtype = DType::kU8;
+  } else if (is(kDLInt, 8)) {
+    t.dtype = DType::kInt8;
+  } else if (is(kDlE4M3, 8)) {
+    t.dtype = DType::kE4M3;
+  } else if (is(kDlE5M2, 8)) {
+    t.dtype = DType::kE5M2;
   } else {
     fail(fmt::format(
-        "dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64, i32, i64 or bool",
+        "dtype has DLPack code {}, {} bits, {} lanes; want f16, bf16, f32, f64, i32, i64, bool, "
+        "u8, int8, e4m3 or e5m2",
         int{type.code}, int{type.bits}, int{type.lanes}));
   }
   // As a number: a newer DLPack may have device types that this enum lacks.
@@ -140,6 +161,34 @@ BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char*
   t.strides = rows.strides;
   if (in.strides != nullptr) std::copy_n(in.strides, in.ndim, t.strides.begin());
   if (in.data != nullptr) t.data = static_cast<char*>(in.data) + in.byte_offset;
+  return t;
+}
+
+template <class Void>
+BasicTensor<Void> BasicTensor<Void>::as(DType format, const char* name) const {
+  const auto fail = [&](const std::string& what) {
+    throw Error(Status::kInvalidArgument, fmt::format("{}: {}", name, what));
+  };
+  BasicTensor t = *this;
+  t.dtype = format;
+  if (!given() || dtype == format) return t;
+  if (dtype != DType::kU8) {
+    fail(fmt::format("got {}, want {}, or its bytes as u8", name_of(dtype), name_of(format)));
+  }
+  const int64_t bytes = size_of(format);
+  for (int i = rank - 1; i >= 0; --i) {
+    const bool last = i == rank - 1;
+    if (last && shape[i] > 1 && strides[i] != 1) {
+      fail(fmt::format("last stride is {}, want 1, as bytes of {} have", strides[i],
+                       name_of(format)));
+    }
+    const int64_t count = last ? shape[i] : strides[i];
+    if (count % bytes != 0 && (last || shape[i] > 1)) {
+      fail(fmt::format("got {} {}, want a multiple of the {} bytes of a block of {}",
+                       last ? "rows of" : "a stride of", count, bytes, name_of(format)));
+    }
+    (last ? t.shape : t.strides)[i] = count / bytes * block_of(format);
+  }
   return t;
 }
 

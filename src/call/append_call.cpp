@@ -1,5 +1,7 @@
 #include "call/append_call.h"
 
+#include "base/convert.h"
+#include "base/scales.h"
 #include "call/check_tensors.h"
 
 namespace fulgur {
@@ -15,6 +17,27 @@ int64_t checked_dim(const char* name, int64_t dim) {
   return dim;
 }
 
+/// Why tensors have the dtype of the rows.
+const char* like_rows(const AppendCall& c) {
+  return is_low_bit(c.args.rows.k_cache.dtype) ? "the dtype of k_new" : "the dtype of k_cache";
+}
+
+void set_descales(AppendCall& c) {
+  const NewRows& r = c.args.rows;
+  const ConstTensor k_cache = r.k_cache, v_cache = r.v_cache;
+  const Coded k{"k_cache", k_cache, c.p.batch, c.p.hk}, v{"v_cache", v_cache, c.p.batch, c.p.hk};
+  c.p.k_descale = checked_scales("k_cache_descale", r.k_cache_descale, k);
+  c.p.v_descale = checked_scales("v_cache_descale", r.v_cache_descale, v);
+  c.p.k_zero_point = checked_zero_points("k_cache_zero_point", r.k_cache_zero_point,
+                                         "k_cache_descale", r.k_cache_descale, k);
+  c.p.v_zero_point = checked_zero_points("v_cache_zero_point", r.v_cache_zero_point,
+                                         "v_cache_descale", r.v_cache_descale, v);
+  const auto check_own = [](const TensorRule& rule, const auto& t) {
+    if (rule.type == TensorType::kDescale && t.rank > 2) check_no_overlap(rule.name, t);
+  };
+  for_each_tensor(check_own, r);
+}
+
 void check_caches(AppendCall& c) {
   const ConstTensor k = c.args.rows.k_cache, v = c.args.rows.v_cache,
                     seqlens = c.args.rows.cache_seqlens;
@@ -23,10 +46,12 @@ void check_caches(AppendCall& c) {
   const char* const dims = paged ? "(pages, page, heads, dim)" : "(batch, seqlen, heads, dim)";
   check_tensor("k_cache", k, dims, 4, true);
   check_tensor("v_cache", v, dims, 4, true);
-  check_float("k_cache", k);
-  check_dtype("v_cache", v, k.dtype, "the dtype of k_cache");
+  if (!is_low_bit(k.dtype)) check_float("k_cache", k);
+  c.rows = is_low_bit(k.dtype) ? c.args.rows.k_new.dtype : k.dtype;
+  if (c.args.rows.k_new.given()) check_float("k_new", c.args.rows.k_new);
+  if (!is_low_bit(v.dtype)) check_dtype("v_cache", v, c.rows, like_rows(c));
   check_device("v_cache", v, k.device, AppendCall::kLike);
-  p.dtypes = OperandTypes::all(k.dtype);
+  p.dtypes = {c.rows, k.dtype, v.dtype, c.rows};
   p.device = k.device;
   p.hk = k.shape[2];
   if (p.hk < 1) fail("k_cache", "got {} heads, want at least 1", p.hk);
@@ -40,6 +65,7 @@ void check_caches(AppendCall& c) {
   check_cache(c.tables, k, v, 0, p, {"k_cache", "v_cache", AppendCall::kLike});
   p.k = rows_layout(k);
   p.v = rows_layout(v);
+  set_descales(c);
 }
 
 /// A tensor of `heads` whose rows are packed, or those of the batch; its first dimensions are as
@@ -52,7 +78,7 @@ void check_rows(const char* name, const ConstTensor& t, const AppendCall& c, boo
     check_shape(name, t, "(batch, seqlen, heads, dim)", {c.p.batch, rows.shape[1], heads, dim},
                 written);
   }
-  check_dtype(name, t, c.p.dtypes.k, "the dtype of k_cache");
+  check_dtype(name, t, c.rows, like_rows(c));
   check_device(name, t, c.p.device, AppendCall::kLike);
 }
 
@@ -76,8 +102,9 @@ void check_rotary(AppendCall& c) {
   }
   check_tensor("cos", cos, "(positions, rotary_dim / 2)", 2, false);
   check_shape("sin", sin, "the shape of cos", {cos.shape[0], cos.shape[1]}, false);
-  if (cos.dtype != c.p.dtypes.k && cos.dtype != DType::kF32) {
-    fail("cos", "got {}, want {} as k_cache, or f32", name_of(cos.dtype), name_of(c.p.dtypes.k));
+  if (cos.dtype != c.rows && cos.dtype != DType::kF32) {
+    fail("cos", "got {}, want {} as {}, or f32", name_of(cos.dtype), name_of(c.rows),
+         is_low_bit(c.p.dtypes.k) ? "k_new" : "k_cache");
   }
   check_dtype("sin", sin, cos.dtype, "the dtype of cos");
   check_device("cos", cos, c.p.device, AppendCall::kLike);

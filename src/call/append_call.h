@@ -16,6 +16,7 @@ struct AppendCall {
   const AppendArgs& args;
   Problem p{};  ///< of the caches as k and v, and of the rows of q
   KvCache tables{};
+  DType rows = DType::kF32;  ///< of new rows and of q: that of caches that hold no codes
   bool packed_new = false;
   int64_t tokens = 0;  ///< rows of k_new, those after the last sequence included
   int64_t hq = 0;

@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "base/convert.h"
 #include "call/append_lengths.h"
 
 namespace fulgur {
@@ -14,7 +15,11 @@ int64_t rotated_head(int64_t d) { return d > AppendCall::kMaxDim ? d : (d + 7) /
 
 void check_said_once(const ForwardArgs& args) {
   for (const auto& [name, t, there] :
-       {std::tuple{"k", &args.k, "k_cache"}, std::tuple{"v", &args.v, "v_cache"}}) {
+       {std::tuple{"k", &args.k, "k_cache"}, std::tuple{"v", &args.v, "v_cache"},
+        std::tuple{"k_descale", &args.descales.k_descale, "k_cache_descale"},
+        std::tuple{"v_descale", &args.descales.v_descale, "v_cache_descale"},
+        std::tuple{"k_zero_point", &args.descales.k_zero_point, "k_cache_zero_point"},
+        std::tuple{"v_zero_point", &args.descales.v_zero_point, "v_cache_zero_point"}}) {
     if (t->given()) fail(name, "given with append, want {} of it alone", there);
   }
   for (const auto& [name, t] : {std::pair{"cu_seqlens_k", &args.lengths.cu_seqlens_k},
@@ -38,7 +43,9 @@ void check_queries(const ForwardArgs& args) {
   } else if (q.shape[0] != batch) {
     fail("q", "got {} sequences, want {}, as cache_seqlens has", q.shape[0], batch);
   }
-  check_dtype("q", q, k.dtype, "the dtype of k_cache");
+  const bool codes = is_low_bit(k.dtype);
+  check_dtype("q", q, codes ? args.append.k_new.dtype : k.dtype,
+              codes ? "the dtype of k_new" : "the dtype of k_cache");
   check_device("q", q, k.device, AppendCall::kLike);
   if (q.shape[rank - 1] != k.shape[3]) {
     fail("q", "got head dim {}, want {}, that of k_cache", q.shape[rank - 1], k.shape[3]);
@@ -72,6 +79,10 @@ ForwardArgs attention_of(const ForwardArgs& args) {
   attention.append = {};
   attention.k = args.append.k_cache;
   attention.v = args.append.v_cache;
+  attention.descales.k_descale = args.append.k_cache_descale;
+  attention.descales.v_descale = args.append.v_cache_descale;
+  attention.descales.k_zero_point = args.append.k_cache_zero_point;
+  attention.descales.v_zero_point = args.append.v_cache_zero_point;
   attention.lengths.seqused_k = args.append.cache_seqlens;
   return attention;
 }

@@ -7,6 +7,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "base/convert.h"
+
 namespace fulgur {
 namespace {
 
@@ -88,7 +90,12 @@ Wanted wanted(TensorType type, const ConstTensor& t, const Problem& p) {
     case TensorType::kI32:
       return {DType::kI32, "lengths and indices are int32"};
     case TensorType::kBias:  // of a shape of its own, and checked with it
+    case TensorType::kDescale:
       return {t.dtype, ""};
+    case TensorType::kOutput:
+      if (!is_low_bit(p.dtypes.q)) return {p.dtypes.q, "the dtype of q"};
+      if (size_of(t.dtype) <= 4 && is_float(t.dtype)) return {t.dtype, ""};
+      return {DType::kF32, "or bf16 or f16, as q has codes"};
     case TensorType::kI64:
       break;
   }

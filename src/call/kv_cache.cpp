@@ -14,7 +14,8 @@ namespace {
 void set_keys(const char* name, const ConstTensor& t, int64_t most, int64_t in_all, Problem& p) {
   p.sk = most;
   p.total_keys = in_all;
-  int64_t bytes = std::max(size_of(p.dtypes.k), size_of(p.dtypes.v));
+  int64_t bytes = std::max({int64_t{1}, size_of(p.dtypes.k) / block_of(p.dtypes.k),
+                            size_of(p.dtypes.v) / block_of(p.dtypes.v)});
   for (const int64_t size : {in_all, p.hk, std::max(p.d, p.dv)}) {
     if (!__builtin_mul_overflow(bytes, size, &bytes) && bytes <= kMaxTensorBytes) continue;
     fail(name, "got {}, want sequences of at most 2^47 bytes of keys in all", t.describe());

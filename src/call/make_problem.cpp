@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "base/check.h"
+#include "base/convert.h"
 #include "call/append_then_attend.h"
 #include "call/check_tensors.h"
 #include "call/kv_cache.h"
@@ -124,12 +125,56 @@ Problem::Bias checked_dbias(const ConstTensor& dbias, const ConstTensor& bias, c
   return bias_layout(dbias);
 }
 
+void set_descales(const ForwardArgs& args, Problem& p) {
+  const Descales& d = args.descales;
+  const Coded q{"q", args.q, p.batch, p.hk}, k{"k", args.k, p.batch, p.hk},
+      v{"v", args.v, p.batch, p.hk};
+  p.q_descale = checked_scales("q_descale", d.q_descale, q);
+  p.k_descale = checked_scales("k_descale", d.k_descale, k);
+  p.v_descale = checked_scales("v_descale", d.v_descale, v);
+  p.k_zero_point = checked_zero_points("k_zero_point", d.k_zero_point, "k_descale", d.k_descale, k);
+  p.v_zero_point = checked_zero_points("v_zero_point", d.v_zero_point, "v_descale", d.v_descale, v);
+}
+
 template <class Args>
 const ConstTensor& values_of(const Args& args) {
   return args.v;
 }
 /// Scores have no values: keys stand for them.
 const ConstTensor& values_of(const ScoresArgs& args) { return args.k; }
+
+/// All tensors have one dtype.
+template <class Args>
+OperandTypes checked_dtypes(const Args& args) {
+  const ConstTensor &q = args.q, &k = args.k, &v = values_of(args);
+  const char* const pass =
+      std::is_same_v<Args, BackwardArgs> ? "the backward pass takes" : "scores() takes";
+  for (const auto& [name, t] : {std::pair{"q", &q}, std::pair{"k", &k}, std::pair{"v", &v}}) {
+    if (!is_low_bit(t->dtype)) continue;
+    fail(name, "got {}, want f32, bf16, f16 or f64: {} no low-bit tensors", name_of(t->dtype),
+         pass);
+  }
+  if (!is_float(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
+  check_dtype("k", k, q.dtype, "the dtype of q");
+  check_dtype("v", v, q.dtype, "the dtype of q");
+  return OperandTypes::all(q.dtype);
+}
+
+/// f64 goes with f64; else k and v may be codes or other floats than q, and q floats of 8 bits.
+OperandTypes checked_dtypes(const ForwardArgs& args) {
+  const DType q = args.q.dtype;
+  const bool codes = q == DType::kE4M3 || q == DType::kE5M2;
+  if (!is_float(q) && !codes) {
+    fail("q", "got {}, want f32, bf16, f16, f64, e4m3 or e5m2", name_of(q));
+  }
+  for (const auto& [name, t] : {std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
+    if (is_low_bit(t->dtype)) continue;
+    if (is_float(t->dtype) && (t->dtype == DType::kF64) == (q == DType::kF64)) continue;
+    fail(name, "got {}, want {} or a low-bit format", name_of(t->dtype),
+         q == DType::kF64 ? "f64, the dtype of q," : "f32, bf16, f16");
+  }
+  return {q, args.k.dtype, args.v.dtype, codes ? args.out.dtype : q};
+}
 
 /// What all passes have.
 template <class Args>
@@ -152,11 +197,8 @@ Problem make_shared(const Args& args, const Options& options) {
   check_tensor("q", q, dims(p.packed), rank, false);
   check_tensor("k", k, key_dims, key_rank, false);
   check_tensor("v", v, key_dims, key_rank, false);
-  if (!is_float(q.dtype)) fail("q", "got {}, want f32, bf16, f16 or f64", name_of(q.dtype));
-  p.dtypes = OperandTypes::all(q.dtype);
+  p.dtypes = checked_dtypes(args);
   p.device = q.device;
-  check_dtype("k", k, q.dtype, "the dtype of q");
-  check_dtype("v", v, q.dtype, "the dtype of q");
   check_device("k", k, q.device);
   check_device("v", v, q.device);
 
@@ -182,6 +224,7 @@ Problem make_shared(const Args& args, const Options& options) {
   if (p.packed_k) set_packed_keys(k, v, cu_k, options, p);
   check_cache(cache, k, v, options.max_seqlen_k, p);
   check_tensors(args, Sizes::kOfRows, p);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) set_descales(args, p);
   p.q = rows_layout(q);
   p.k = rows_layout(k);
   p.v = rows_layout(v);

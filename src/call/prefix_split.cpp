@@ -85,6 +85,9 @@ std::string undivided(const Problem& p) {
   if (p.expressions.given()) return "expressions count keys that a part does not";
   if (p.has(Arg::kBias)) return "a bias has numbers for keys that a part does not count";
   if (p.dropout_p > 0) return "dropout draws for each sequence";
+  for (const Scales* scales : {&p.q_descale, &p.k_descale, &p.v_descale}) {
+    if (scales->groups > 0 && !scales->of_rows) return "a part does not know a sequence's descales";
+  }
   if (p.has(Arg::kLeftpadK)) return "leftpad_k has sequences begin at other keys";
   if (p.has(Arg::kSeqUsedQ)) return "seqused_q leaves gaps between the rows of q";
   if (!packs(p)) return "the sequences of q do not lie one after the other";

@@ -48,6 +48,10 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     add(b->dtype, b->batch, b->head, b->row, b->key, b->aligned);
   }
   add(p.expressions.hash());
+  for (const Scales* x :
+       {&p.q_descale, &p.k_descale, &p.v_descale, &p.k_zero_point, &p.v_zero_point}) {
+    add(x->dtype, x->of_rows, x->groups, x->batch, x->row, x->head, x->group);
+  }
   add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
       p.max_workspace);
   return hash;

@@ -6,6 +6,7 @@
 #include <initializer_list>
 
 #include "base/check.h"
+#include "base/scales.h"
 #include "call/tensors.h"
 #include "expression/call.h"
 #include "fulgur/attention.h"
@@ -24,6 +25,8 @@ struct OperandTypes {
     const auto among = [&](DType one) { return std::ranges::find(dtypes, one) != dtypes.end(); };
     return among(q) && among(k) && among(v) && among(out);
   }
+  /// Whether any is `dtype`.
+  bool has(DType dtype) const { return q == dtype || k == dtype || v == dtype || out == dtype; }
   bool operator==(const OperandTypes&) const = default;
 };
 
@@ -91,6 +94,7 @@ struct Problem {
   int64_t slopes_batch = 0, slopes_head = 0;  ///< strides of the slopes
   Bias bias, dbias;
   expression::Expressions expressions;
+  Scales q_descale, k_descale, v_descale, k_zero_point, v_zero_point;
   bool deterministic = false, invariant = false;
   int64_t max_workspace = 0;  ///< bytes; 0: any number
 
@@ -98,8 +102,8 @@ struct Problem {
 
   int64_t group() const { return hq / hk; }
   /// Bytes of a row of q and of out, of all q heads; of a key's rows of k and v, of all kv heads.
-  int64_t query_bytes() const { return hq * (d * size_of(dtypes.q) + dv * size_of(dtypes.out)); }
-  int64_t key_bytes() const { return hk * (d * size_of(dtypes.k) + dv * size_of(dtypes.v)); }
+  int64_t query_bytes() const { return hq * (bytes_of(dtypes.q, d) + bytes_of(dtypes.out, dv)); }
+  int64_t key_bytes() const { return hk * (bytes_of(dtypes.k, d) + bytes_of(dtypes.v, dv)); }
   /// The dtype of lse and dlse.
   DType lse_dtype() const { return dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
   bool has(Arg tensor) const { return given.has(tensor); }
@@ -112,6 +116,21 @@ struct Problem {
   bool has_room(int64_t bytes) const { return max_workspace == 0 || bytes <= max_workspace; }
   /// No row and no key: nothing is written.
   bool nothing_to_do() const;
+};
+
+/// What makes numbers of the codes of q, k and v of a call. The backward pass and scores() take
+/// none.
+struct OperandScaling {
+  Scaling q{}, k{}, v{};
+
+  template <class Args>
+  OperandScaling(const Problem&, const Args&) {}
+  OperandScaling(const Problem& p, const ForwardArgs& args)
+      : q{{args.descales.q_descale.data, p.q_descale}},
+        k{{args.descales.k_descale.data, p.k_descale},
+          {args.descales.k_zero_point.data, p.k_zero_point}},
+        v{{args.descales.v_descale.data, p.v_descale},
+          {args.descales.v_zero_point.data, p.v_zero_point}} {}
 };
 
 /// What a hash table needs.

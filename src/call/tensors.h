@@ -56,6 +56,15 @@ enum class Arg : uint8_t {
   kQOut,
   kScores,
   kRows,
+  kQDescale,
+  kKDescale,
+  kVDescale,
+  kKZeroPoint,
+  kVZeroPoint,
+  kKCacheDescale,
+  kVCacheDescale,
+  kKCacheZeroPoint,
+  kVCacheZeroPoint,
   kCount
 };
 
@@ -101,7 +110,9 @@ enum class TensorType : uint8_t {
   kF32,
   kI32,
   kI64,
-  kBias,  ///< bool, f32 or a 16-bit float, f64 where q is
+  kBias,     ///< bool, f32 or a 16-bit float, f64 where q is
+  kOutput,   ///< the dtype of q, or f32, bf16 or f16 where q has codes
+  kDescale,  ///< f32 or f16
 };
 
 /// kDevice: that of q. kHostToo: there or in the host's memory, where each run reads it.
@@ -147,25 +158,36 @@ struct TensorRule {
   T(prefix_groups, kPrefixGroups, kOptional, kRead, kGroupsPlusOne, kI32, kHostToo) \
   T(prefix_lens, kPrefixLens, kOptional, kRead, kGroups, kI32, kHostToo)
 
+#define FULGUR_DESCALES_TENSORS(T)                                        \
+  T(q_descale, kQDescale, kOptional, kRead, kOwn, kDescale, kDevice)      \
+  T(k_descale, kKDescale, kOptional, kRead, kOwn, kDescale, kDevice)      \
+  T(v_descale, kVDescale, kOptional, kRead, kOwn, kDescale, kDevice)      \
+  T(k_zero_point, kKZeroPoint, kOptional, kRead, kOwn, kDescale, kDevice) \
+  T(v_zero_point, kVZeroPoint, kOptional, kRead, kOwn, kDescale, kDevice)
+
 #define FULGUR_ROTARY_TENSORS(T)                        \
   T(cos, kCos, kOptional, kRead, kOwn, kInput, kDevice) \
   T(sin, kSin, kOptional, kRead, kOwn, kInput, kDevice) \
   T(rotary_seqlens, kRotarySeqlens, kOptional, kRead, kBatch, kI32, kHostToo)
 
 /// Append checks their shapes and dtypes by those of the caches.
-#define FULGUR_NEW_ROWS_TENSORS(T)                                                     \
-  T(k_cache, kKCache, kRequired, kWritten, kOwn, kInput, kDevice)                      \
-  T(v_cache, kVCache, kRequired, kWritten, kOwn, kInput, kDevice)                      \
-  T(k_new, kKNew, kRequired, kRead, kOwn, kInput, kDevice)                             \
-  T(v_new, kVNew, kRequired, kRead, kOwn, kInput, kDevice)                             \
-  T(cu_seqlens_k_new, kCuSeqlensKNew, kOptional, kRead, kBatchPlusOne, kI32, kHostToo) \
-  T(cache_seqlens, kCacheSeqlens, kRequired, kRead, kBatch, kI32, kHostToo)
+#define FULGUR_NEW_ROWS_TENSORS(T)                                                      \
+  T(k_cache, kKCache, kRequired, kWritten, kOwn, kInput, kDevice)                       \
+  T(v_cache, kVCache, kRequired, kWritten, kOwn, kInput, kDevice)                       \
+  T(k_new, kKNew, kRequired, kRead, kOwn, kInput, kDevice)                              \
+  T(v_new, kVNew, kRequired, kRead, kOwn, kInput, kDevice)                              \
+  T(cu_seqlens_k_new, kCuSeqlensKNew, kOptional, kRead, kBatchPlusOne, kI32, kHostToo)  \
+  T(cache_seqlens, kCacheSeqlens, kRequired, kRead, kBatch, kI32, kHostToo)             \
+  T(k_cache_descale, kKCacheDescale, kOptional, kWritten, kOwn, kDescale, kDevice)      \
+  T(v_cache_descale, kVCacheDescale, kOptional, kWritten, kOwn, kDescale, kDevice)      \
+  T(k_cache_zero_point, kKCacheZeroPoint, kOptional, kWritten, kOwn, kDescale, kDevice) \
+  T(v_cache_zero_point, kVCacheZeroPoint, kOptional, kWritten, kOwn, kDescale, kDevice)
 
 #define FULGUR_FORWARD_TENSORS(T)                                          \
   T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                        \
   T(k, kK, kUnlessAppend, kRead, kOwn, kInput, kDevice)                    \
   T(v, kV, kUnlessAppend, kRead, kOwn, kInput, kDevice)                    \
-  T(out, kOut, kRequired, kWritten, kRowsOfOut, kInput, kDevice)           \
+  T(out, kOut, kRequired, kWritten, kRowsOfOut, kOutput, kDevice)          \
   T(lse, kLse, kOptional, kWritten, kRowStatistics, kStatistics, kDevice)  \
   T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
@@ -220,6 +242,7 @@ void for_each_tensor(Visit&& visit, Args& args, Other&... other) {
 #define FULGUR_LENGTHS(...) FULGUR_VISIT(lengths., __VA_ARGS__)
 #define FULGUR_CACHE(...) FULGUR_VISIT(cache., __VA_ARGS__)
 #define FULGUR_PREFIX(...) FULGUR_VISIT(shared_prefix., __VA_ARGS__)
+#define FULGUR_DESCALES(...) FULGUR_VISIT(descales., __VA_ARGS__)
 #define FULGUR_ROTARY(...) FULGUR_VISIT(rotary., __VA_ARGS__)
   using Plain = std::remove_const_t<Args>;
   if constexpr (std::is_same_v<Plain, ForwardArgs>) {
@@ -227,6 +250,7 @@ void for_each_tensor(Visit&& visit, Args& args, Other&... other) {
     FULGUR_VAR_LEN_TENSORS(FULGUR_LENGTHS)
     FULGUR_KV_CACHE_TENSORS(FULGUR_CACHE)
     FULGUR_SHARED_PREFIX_TENSORS(FULGUR_PREFIX)
+    FULGUR_DESCALES_TENSORS(FULGUR_DESCALES)
   } else if constexpr (std::is_same_v<Plain, BackwardArgs>) {
     FULGUR_BACKWARD_TENSORS(FULGUR_OWN)
     FULGUR_VAR_LEN_TENSORS(FULGUR_LENGTHS)
@@ -248,6 +272,7 @@ void for_each_tensor(Visit&& visit, Args& args, Other&... other) {
 #undef FULGUR_LENGTHS
 #undef FULGUR_CACHE
 #undef FULGUR_PREFIX
+#undef FULGUR_DESCALES
 #undef FULGUR_ROTARY
 }
 
@@ -264,6 +289,7 @@ inline bool appends(const ForwardArgs& args) {
 inline constexpr size_t kVarLenTensors = 0 FULGUR_VAR_LEN_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kKvCacheTensors = 0 FULGUR_KV_CACHE_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kSharedPrefixTensors = 0 FULGUR_SHARED_PREFIX_TENSORS(FULGUR_COUNT);
+inline constexpr size_t kDescalesTensors = 0 FULGUR_DESCALES_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kRotaryTensors = 0 FULGUR_ROTARY_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kNewRowsTensors = 0 FULGUR_NEW_ROWS_TENSORS(FULGUR_COUNT);
 inline constexpr size_t kForwardTensors = 0 FULGUR_FORWARD_TENSORS(FULGUR_COUNT);
@@ -274,13 +300,14 @@ inline constexpr size_t kAppendTensors = 0 FULGUR_APPEND_TENSORS(FULGUR_COUNT);
 static_assert(sizeof(VarLen) == kVarLenTensors * sizeof(Tensor));
 static_assert(sizeof(KvCache) == kKvCacheTensors * sizeof(Tensor));
 static_assert(sizeof(SharedPrefix) == kSharedPrefixTensors * sizeof(Tensor));
+static_assert(sizeof(Descales) == kDescalesTensors * sizeof(Tensor));
 static_assert(sizeof(Rotary) ==
               kRotaryTensors * sizeof(Tensor) + sizeof(void*));  // with `interleaved`
 static_assert(sizeof(NewRows) == kNewRowsTensors * sizeof(Tensor) + sizeof(Rotary));
 // And of tensors that only expressions know.
 static_assert(sizeof(ForwardArgs) == kForwardTensors * sizeof(Tensor) + sizeof(VarLen) +
-                                         sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(NewRows) +
-                                         sizeof(ForwardArgs::tensors));
+                                         sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(Descales) +
+                                         sizeof(NewRows) + sizeof(ForwardArgs::tensors));
 static_assert(sizeof(BackwardArgs) ==
               kBackwardTensors * sizeof(Tensor) + sizeof(VarLen) + sizeof(BackwardArgs::tensors));
 static_assert(sizeof(ScoresArgs) == kScoresTensors * sizeof(Tensor) + sizeof(VarLen) +

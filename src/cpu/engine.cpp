@@ -53,8 +53,12 @@ class Work {
         args_(args),
         sequences_(problem, args),
         keys_(problem, sequences_, args),
-        given_{static_cast<const float*>(args.alibi_slopes.data), args.sinks, tree_mask_of(args),
-               args.bias, dropout_of(problem, args, run)},
+        given_{static_cast<const float*>(args.alibi_slopes.data),
+               args.sinks,
+               tree_mask_of(args),
+               args.bias,
+               dropout_of(problem, args, run),
+               OperandScaling(problem, args)},
         scratch_(memory),
         shared_(memory + plan.threads * plan.scratch) {
     if (expressions != nullptr) bind(*expressions);
@@ -469,7 +473,7 @@ class CpuEngine final : public host::HostEngine {
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
     if (p.pass == Pass::kScores) return "keeps no scores";
-    if (!p.dtypes.in({DType::kF32, DType::kBF16, DType::kF16})) return "computes f32, bf16 and f16";
+    if (p.dtypes.has(DType::kF64)) return "computes no f64";
     return {};
   }
   std::unique_ptr<const Executable> plan(const Problem& problem, int threads) const override {

@@ -66,7 +66,7 @@ Cost cost_of(const CpuPlan& plan, const Kernels& k, const Problem& p,
   const auto hq = static_cast<double>(p.hq), hk = static_cast<double>(p.hk);
   const double flops = flops_per_score(p), sequences = p.alike() ? static_cast<double>(p.batch) : 1;
   // Of a key of a kv head, and its gradient.
-  const auto element = static_cast<double>(p.d * size_of(p.dtypes.k) + p.dv * size_of(p.dtypes.v));
+  const auto element = static_cast<double>(bytes_of(p.dtypes.k, p.d) + bytes_of(p.dtypes.v, p.dv));
   const int64_t all_keys = forward ? keys_to_decode(plan, p, lengths) : 0;
   Cost cost;
   cost.at_least = p.softcap > 0 || p.dropout_p > 0;

@@ -180,16 +180,26 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
 
 /// How a tile of K lies in pages, and what that costs.
 std::string describe_pages(const CpuPlan& plan, const Problem& p) {
-  const int64_t size = size_of(p.dtypes.k), rows = std::min(p.cache.page, kBc);
+  const int64_t rows = std::min(p.cache.page, kBc), row = bytes_of(p.dtypes.k, p.d);
   const int64_t heads = p.k.head == p.d ? plan.decode_heads : 1;
   std::string s =
       fmt::format("pages: a tile of K lies at {} places or more, {} rows of {} bytes each",
-                  ceil_div(kBc, p.cache.page), rows, heads * p.d * size);
-  if (rows > 1 && p.total_k > 0) s += fmt::format(", {} bytes apart", p.k.row * size);
-  if (rows * heads * p.d * size < kStreamedBytes) {
+                  ceil_div(kBc, p.cache.page), rows, heads * row);
+  if (rows > 1 && p.total_k > 0) {
+    s += fmt::format(", {} bytes apart", bytes_of(p.dtypes.k, p.k.row));
+  }
+  if (rows * heads * row < kStreamedBytes) {
     s += "; so short ones are read more slowly than contiguous keys";
   }
   return s;
+}
+
+/// The dtypes of q, k and v: "f16", "bf16, q8_0".
+std::string names_of(const OperandTypes& dtypes) {
+  std::string names = name_of(dtypes.q);
+  if (dtypes.k != dtypes.q) names += fmt::format(", {}", name_of(dtypes.k));
+  if (dtypes.v != dtypes.q && dtypes.v != dtypes.k) names += fmt::format(", {}", name_of(dtypes.v));
+  return names;
 }
 
 }  // namespace
@@ -213,7 +223,7 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
   for (const Bf16Path& path : m.bf16) {
     std::string why;
     if (!bf16 && !p.dtypes.in({DType::kF16})) {
-      why = fmt::format("they multiply bf16, not {}", name_of(p.dtypes.q));
+      why = fmt::format("they multiply bf16, not {}", names_of(p.dtypes));
     } else if (path.bf16 == nullptr) {
       why = path.unavailable;
     } else if (kernels_of(path) == nullptr) {

@@ -4,9 +4,11 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <optional>
 #include <vector>
 
 #include "base/parallel.h"
+#include "base/quantize.h"
 #include "base/rotary.h"
 #include "call/append_lengths.h"
 #include "call/kv_locator.h"
@@ -67,9 +69,9 @@ struct HeadRows {
            const Layout& to_at, int64_t to_b, int64_t to_row, int64_t heads, int64_t dim)
       : from(static_cast<const std::byte*>(t.data) + at.offset(b, row, 0) * size_of(t.dtype)),
         to(static_cast<std::byte*>(written.data) +
-           to_at.offset(to_b, to_row, 0) * size_of(t.dtype)),
+           bytes_of(written.dtype, to_at.offset(to_b, to_row, 0))),
         from_head(at.head * size_of(t.dtype)),
-        to_head(to_at.head * size_of(t.dtype)),
+        to_head(bytes_of(written.dtype, to_at.head)),
         heads(heads),
         dim(dim) {}
 };
@@ -84,18 +86,53 @@ void copy_rows(const HeadRows& rows, int64_t element) {
 template <class T>
 void rotate_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
   const Angles<T> angles(c, position);
-  const int64_t rotated = 2 * c.pairs, element = size_of(c.p.dtypes.k);
+  const int64_t rotated = 2 * c.pairs, element = size_of(c.rows);
   std::array<T, AppendCall::kMaxDim> x, y;
   for (int64_t h = 0; h < rows.heads; ++h) {
     const std::byte* const from = rows.from + h * rows.from_head;
     std::byte* const to = rows.to + h * rows.to_head;
-    load_row(from, c.p.dtypes.k, rotated, x.data());
+    load_row(from, c.rows, rotated, x.data());
     rotate_row(x.data(), angles.cos.data(), angles.sin.data(), c.pairs,
                c.args.rows.rotary.interleaved, y.data());
-    store_row(to, c.p.dtypes.k, rotated, y.data());
+    store_row(to, c.rows, rotated, y.data());
     if (from == to) continue;
     std::memcpy(to + rotated * element, from + rotated * element,
                 static_cast<size_t>((rows.dim - rotated) * element));
+  }
+}
+
+/// A cache of codes; none where it holds the rows as they are.
+std::optional<CodeTensor> codes_of(const Tensor& cache, const Layout& at, const Tensor& scale,
+                                   const Scales& scales, const Tensor& zero_point,
+                                   const Scales& zero_points) {
+  const FormatRow* const format = format_of(cache.dtype);
+  if (format == nullptr) return {};
+  return CodeTensor{*format,
+                    cache.data,
+                    at,
+                    cache.shape[3],
+                    {{scale.data, scales}, {zero_point.data, zero_points}},
+                    scale.data,
+                    zero_point.data};
+}
+
+/// Codes of the heads of a token, of keys that are rotated to a position, if there is one.
+template <class T>
+void quantize_rows(const AppendCall& c, const HeadRows& rows, std::optional<int64_t> position,
+                   const CodeTensor& to, CodeTensor::Row row) {
+  std::array<T, AppendCall::kMaxDim> x, y;
+  std::array<float, AppendCall::kMaxDim> numbers;
+  std::optional<Angles<T>> angles;
+  if (position) angles.emplace(c, *position);
+  for (row.h = 0; row.h < rows.heads; ++row.h) {
+    load_row(rows.from + row.h * rows.from_head, c.rows, rows.dim, x.data());
+    if (position) {
+      rotate_row(x.data(), angles->cos.data(), angles->sin.data(), c.pairs,
+                 c.args.rows.rotary.interleaved, y.data());
+      std::copy_n(y.begin(), 2 * c.pairs, x.begin());
+    }
+    std::copy_n(x.begin(), rows.dim, numbers.begin());
+    to.put(row, numbers.data(), false);
   }
 }
 
@@ -105,6 +142,11 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
                 int threads) {
   const AppendArgs& a = c.args;
   const Tokens &tokens = lengths.tokens(), &queries = lengths.queries();
+  const NewRows& r = a.rows;
+  const auto k_codes = codes_of(r.k_cache, c.p.k, r.k_cache_descale, c.p.k_descale,
+                                r.k_cache_zero_point, c.p.k_zero_point);
+  const auto v_codes = codes_of(r.v_cache, c.p.v, r.v_cache_descale, c.p.v_descale,
+                                r.v_cache_zero_point, c.p.v_zero_point);
   parallel_for(tokens.all() + queries.all(), threads, [&](int64_t n) {
     if (n >= tokens.all()) {
       const Tokens::Token t = queries[n - tokens.all()];
@@ -118,12 +160,20 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
                      place.row, c.p.hk, c.p.d);
     const HeadRows v(a.rows.v_new, c.v_new, t.b, t.row, a.rows.v_cache, c.p.v, place.entry,
                      place.row, c.p.hk, c.p.dv);
-    if (c.pairs > 0) {
-      rotate_rows<T>(c, k, lengths.first_position(t.b) + t.i);
+    const CodeTensor::Row row{t.b, place.entry, place.row, 0};
+    const int64_t position = c.pairs > 0 ? lengths.first_position(t.b) + t.i : 0;
+    if (k_codes) {
+      quantize_rows<T>(c, k, c.pairs > 0 ? std::optional(position) : std::nullopt, *k_codes, row);
+    } else if (c.pairs > 0) {
+      rotate_rows<T>(c, k, position);
     } else {
-      copy_rows(k, size_of(c.p.dtypes.k));
+      copy_rows(k, size_of(c.rows));
     }
-    copy_rows(v, size_of(c.p.dtypes.k));
+    if (v_codes) {
+      quantize_rows<T>(c, v, std::nullopt, *v_codes, row);
+    } else {
+      copy_rows(v, size_of(c.rows));
+    }
   });
 }
 
@@ -134,7 +184,7 @@ void append(const AppendCall& c, int threads) {
   const KvLocator places(c.p, c.tables, AppendCall::kLike);
   for (int64_t b = 0; b < c.p.batch; ++b) places.check(b, lengths.new_keys(b));
   check_places_differ(c, lengths, places);
-  if (c.p.dtypes.k == DType::kF64) {
+  if (c.rows == DType::kF64) {
     write_rows<double>(c, lengths, places, threads);
   } else {
     write_rows<float>(c, lengths, places, threads);

@@ -33,16 +33,18 @@ std::vector<double> gather(const ConstTensor& t, const Layout& layout, int64_t b
   return dense;
 }
 
-/// The keys of a sequence of one head of K or V, dense.
-std::vector<double> gather_keys(const ConstTensor& t, const Layout& layout, const KvSpan& keys,
-                                int64_t sk, int64_t kv, int64_t dim) {
-  std::vector<double> dense;
-  dense.reserve(sk * dim);
-  for (KvRuns run(keys, 0, sk); !run.done(); run.next()) {
-    const auto rows = gather(t, layout, run.entry, run.row, run.count, kv, dim);
-    dense.insert(dense.end(), rows.begin(), rows.end());
+/// Codes of rows that lie at [begin, ...) of an entry to numbers; `b` and `kv` as in Scales.
+void descale(const Scaling& scaling, int64_t b, int64_t kv, int64_t entry, int64_t begin, int64_t h,
+             int64_t dim, std::vector<double>& dense) {
+  if (!scaling.given()) return;
+  const int64_t columns = dim / scaling.scale.at.groups;
+  for (size_t i = 0; i < dense.size(); ++i) {
+    const int64_t row = begin + static_cast<int64_t>(i) / dim;
+    const int64_t group = static_cast<int64_t>(i) % dim / columns;
+    const ScaleTensor& zero = scaling.zero_point;
+    if (zero.given()) dense[i] -= zero.of(b, kv, entry, row, h, group);
+    dense[i] *= scaling.scale.of(b, kv, entry, row, h, group);
   }
-  return dense;
 }
 
 void scatter(const std::vector<double>& dense, const Tensor& t, const Layout& layout, int64_t b,
@@ -77,6 +79,7 @@ class Work {
         args_(args),
         sequences_(problem, args),
         keys_(problem, sequences_, args),
+        scaling_(problem, args),
         dropout_(dropout_of(problem, args, run)),
         expressions_(expressions),
         bound_(problem.expressions.bound(args.tensors)) {
@@ -88,9 +91,10 @@ class Work {
     parallel_for(p_.batch * p_.hq, threads_, [&](int64_t item) {
       const int64_t b = item / p_.hq, h = item % p_.hq, kv = h / p_.group();
       const Sequence s = sequences_[b];
-      const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
-      const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
-      const auto v = gather_keys(args_.v, p_.v, keys_.of(b, s), s.sk, kv, p_.dv);
+      auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
+      descale(scaling_.q, b, kv, b, s.q_begin, h, p_.d, q);
+      const auto k = gather_keys(args_.k, p_.k, scaling_.k, b, s, kv, p_.d);
+      const auto v = gather_keys(args_.v, p_.v, scaling_.v, b, s, kv, p_.dv);
       HeadExpressions expressions = expressions_of(b, h, s, {});
       const Forward f = flash2_forward(head(b, h, s, q, k, v, &expressions), kFastMemory);
       scatter(f.o, args_.out, p_.out, b, s.q_begin, h, p_.dv);
@@ -122,7 +126,7 @@ class Work {
       const int64_t begin = item % blocks * kScoreRows;
       const Sequence s = sequences_[b];
       const auto q = gather(args_.q, p_.q, b, s.q_begin, s.sq, h, p_.d);
-      const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
+      const auto k = gather_keys(args_.k, p_.k, scaling_.k, b, s, kv, p_.d);
       HeadExpressions expressions = expressions_of(b, h, s, {});
       Head one = head(b, h, s, q, k, {}, &expressions);
       one.rule = rule_until(args_.stage, one.rule);
@@ -138,6 +142,20 @@ class Work {
   }
 
  private:
+  /// The keys of a sequence of one head of K or V, dense.
+  std::vector<double> gather_keys(const ConstTensor& t, const Layout& layout,
+                                  const Scaling& scaling, int64_t b, const Sequence& s, int64_t kv,
+                                  int64_t dim) const {
+    std::vector<double> dense;
+    dense.reserve(s.sk * dim);
+    for (KvRuns run(keys_.of(b, s), 0, s.sk); !run.done(); run.next()) {
+      auto rows = gather(t, layout, run.entry, run.row, run.count, kv, dim);
+      descale(scaling, b, kv, run.entry, run.row, kv, dim, rows);
+      dense.insert(dense.end(), rows.begin(), rows.end());
+    }
+    return dense;
+  }
+
   /// Null: all rows.
   const int64_t* chosen_rows() const {
     if (!p_.has(Arg::kRows)) return nullptr;
@@ -161,8 +179,8 @@ class Work {
     parallel_for(p_.batch * p_.hk, alone ? 1 : threads_, [&](int64_t item) {
       const int64_t b = item / p_.hk, kv = item % p_.hk;
       const Sequence s = sequences_[b];
-      const auto k = gather_keys(args_.k, p_.k, keys_.of(b, s), s.sk, kv, p_.d);
-      const auto v = gather_keys(args_.v, p_.v, keys_.of(b, s), s.sk, kv, p_.dv);
+      const auto k = gather_keys(args_.k, p_.k, scaling_.k, b, s, kv, p_.d);
+      const auto v = gather_keys(args_.v, p_.v, scaling_.v, b, s, kv, p_.dv);
       std::vector<double> dk(k.size()), dv(v.size());
       const int64_t heads = s.sq == 0 ? 0 : p_.group();
       for (int64_t h = kv * p_.group(); h < kv * p_.group() + heads; ++h) {
@@ -257,6 +275,7 @@ class Work {
   const Args& args_;
   Sequences sequences_;
   KvLocator keys_;
+  OperandScaling scaling_;
   kernels::DropoutMask dropout_;
   const PassExpressions& expressions_;
   std::vector<TensorBinding> bound_;

@@ -217,19 +217,28 @@ struct Prepared {
   Problem problem, backward_problem;
   cpu::Given given;
 
-  explicit Prepared(Workload& w) : forward(w.forward) {
-    w.backward.dsinks = {};  // no work of tiles
-    backward = w.backward;
-    problem = make_problem(forward, w.options);
-    backward_problem = make_problem(backward, w.options);
-    given = {static_cast<const float*>(forward.alibi_slopes.data), forward.sinks, forward.tree_mask,
-             forward.bias, dropout_of(problem, forward, w.run_options)};
-  }
+  explicit Prepared(Workload& w)
+      : forward(w.forward),
+        backward(without_dsinks(w)),
+        problem(make_problem(forward, w.options)),
+        backward_problem(make_problem(backward, w.options)),
+        given{static_cast<const float*>(forward.alibi_slopes.data),
+              forward.sinks,
+              forward.tree_mask,
+              forward.bias,
+              dropout_of(problem, forward, w.run_options),
+              OperandScaling(problem, forward)} {}
   void run_forward(const tiles::Path& path, int64_t block = tiles::kBlock) const {
     path.run_forward(problem, given, forward, block);
   }
   void run_backward(const tiles::Path& path) const {
     path.run_backward(backward_problem, given, backward);
+  }
+
+ private:
+  static BackwardArgs without_dsinks(Workload& w) {
+    w.backward.dsinks = {};  // no work of tiles
+    return w.backward;
   }
 };
 

@@ -37,6 +37,7 @@ FUNCTIONS = [
     "merge",
     "plan",
     "plan_backward",
+    "quantize",
     "scores",
 ]
 
@@ -146,7 +147,7 @@ def functions_of(body, owner):
 
 # Those of each module, and of its classes.
 STUBS = {
-    "fulgur": {*FUNCTIONS, "run", "explain", "details", "workspace"},
+    "fulgur": {*FUNCTIONS, "run", "dequantize", "explain", "details", "workspace"},
     "fulgur.torch": {"append", "append_attention", "attention", "scores"},
     "fulgur.jax": {"append", "append_attention", "attention", "dot_product_attention"},
 }

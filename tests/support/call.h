@@ -62,6 +62,7 @@ class Dl {
     const auto bits = static_cast<uint8_t>(8 * size_of(t.dtype));
     const uint8_t code = t.dtype == DType::kBF16                            ? kDLBfloat
                          : t.dtype == DType::kBool                          ? 6
+                         : t.dtype == DType::kU8                            ? kDLUInt
                          : t.dtype == DType::kI32 || t.dtype == DType::kI64 ? kDLInt
                                                                             : kDLFloat;
     dl_.dtype = {code, bits, 1};
@@ -127,8 +128,9 @@ inline fulgur_status call_c(const Call& call, bool backward,
   }
   const fulgur_kv_cache cache{sizeof(cache), table, indptr, index, leftpad};
   const fulgur_shared_prefix prefix{sizeof(prefix), groups, lens};
-  const fulgur_forward_args args{sizeof(args), q,    k,        v,      out,     lse,    alibi, rng,
-                                 sinks,        tree, &lengths, &cache, &prefix, append, bias};
+  const fulgur_forward_args args{sizeof(args), q,      k,     v,      out,      lse,
+                                 alibi,        rng,    sinks, tree,   &lengths, &cache,
+                                 &prefix,      append, bias,  nullptr};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -21,9 +21,7 @@ void convert(int64_t n, DType to, std::byte* out, Read read) {
       return fill(reinterpret_cast<float*>(out), [](double x) { return static_cast<float>(x); });
     case DType::kF64:
       return fill(reinterpret_cast<double*>(out), [](double x) { return x; });
-    case DType::kI32:
-    case DType::kI64:
-    case DType::kBool:
+    default:
       break;
   }
 }
@@ -88,9 +86,7 @@ Array Array::converted(DType to, std::string_view name) const {
     case DType::kF64:
       from(reinterpret_cast<const double*>(data), as_double);
       break;
-    case DType::kI32:
-    case DType::kI64:
-    case DType::kBool:
+    default:
       break;
   }
   return out;

@@ -1,14 +1,19 @@
 #include "cuda/engine/append.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <cstddef>
+#include <utility>
 
+#include "base/convert.h"
 #include "call/append_lengths.h"
 #include "cuda/common/append_arguments.h"
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/engine/devices.h"
 #include "engine/workspace.h"
+#include "fulgur/error.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -20,6 +25,17 @@ void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const Appe
   const int64_t blocks = std::max<int64_t>(rows_of(params), 1);
   launch(append_kernel(call.p.dtypes.k), gpu, stream, &params, blocks,
          std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
+}
+
+/// Throws Error(kUnsupported).
+void refuse(const AppendCall& call) {
+  refuse_f64("k_cache", call.args.rows.k_cache, "append");
+  for (const auto& [name, t] : {std::pair{"k_cache", &call.args.rows.k_cache},
+                                std::pair{"v_cache", &call.args.rows.v_cache}}) {
+    if (!is_low_bit(t->dtype)) continue;
+    throw Error(Status::kUnsupported, fmt::format("{}: got {}, and append on cuda makes no codes",
+                                                  name, name_of(t->dtype)));
+  }
 }
 
 class CudaAppendStep final : public AppendStep {
@@ -57,7 +73,7 @@ class CudaAppendStep final : public AppendStep {
 }  // namespace
 
 void append(const AppendCall& call, const Run& run) {
-  refuse_f64("k_cache", call.args.rows.k_cache, "append");
+  refuse(call);
   const AppendLengths checked(call);
   AppendParams params = append_params(call);
   Gpu& gpu = usable_gpu(call.p.device.index);
@@ -77,7 +93,7 @@ void append(const AppendCall& call, const Run& run) {
 }
 
 void prepare(const AppendCall& call) {
-  refuse_f64("k_cache", call.args.rows.k_cache, "append");
+  refuse(call);
   load(append_kernel(call.p.dtypes.k), usable_gpu(call.p.device.index));
 }
 

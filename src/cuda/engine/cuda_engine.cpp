@@ -2,7 +2,10 @@
 
 #include <fmt/format.h>
 
+#include <utility>
+
 #include "base/check.h"
+#include "base/convert.h"
 #include "call/append_then_attend.h"
 #include "cuda/driver/driver.h"
 #include "cuda/engine/append.h"
@@ -35,6 +38,11 @@ class CudaEngine final : public Engine {
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
     if (p.expressions.given()) return "computes no score_mod and no mask_mod";
+    for (const auto& [name, dtype] :
+         {std::pair{"q", p.dtypes.q}, std::pair{"k", p.dtypes.k}, std::pair{"v", p.dtypes.v}}) {
+      if (is_low_bit(dtype)) return fmt::format("takes no low-bit {} ({})", name, name_of(dtype));
+    }
+    if (p.dtypes != OperandTypes::all(p.dtypes.q)) return "takes q, k, v and out of one dtype";
     return no_family_computes(p, families_at(p.device.index));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {

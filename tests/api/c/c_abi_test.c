@@ -67,7 +67,7 @@ FIELD(fulgur_rotary, sin, 16, 8);
 FIELD(fulgur_rotary, rotary_seqlens, 24, 8);
 FIELD(fulgur_rotary, interleaved, 32, 4);
 
-SIZE(fulgur_new_rows, 64);
+SIZE(fulgur_new_rows, 112);
 FIELD(fulgur_new_rows, struct_size, 0, 8);
 FIELD(fulgur_new_rows, k_cache, 8, 8);
 FIELD(fulgur_new_rows, v_cache, 16, 8);
@@ -76,8 +76,33 @@ FIELD(fulgur_new_rows, v_new, 32, 8);
 FIELD(fulgur_new_rows, cu_seqlens_k_new, 40, 8);
 FIELD(fulgur_new_rows, cache_seqlens, 48, 8);
 FIELD(fulgur_new_rows, rotary, 56, 8);
+FIELD(fulgur_new_rows, k_cache_descale, 64, 8);
+FIELD(fulgur_new_rows, v_cache_descale, 72, 8);
+FIELD(fulgur_new_rows, k_cache_zero_point, 80, 8);
+FIELD(fulgur_new_rows, v_cache_zero_point, 88, 8);
+FIELD(fulgur_new_rows, k_cache_format, 96, 8);
+FIELD(fulgur_new_rows, v_cache_format, 104, 8);
 
-SIZE(fulgur_forward_args, 120);
+SIZE(fulgur_descales, 64);
+FIELD(fulgur_descales, struct_size, 0, 8);
+FIELD(fulgur_descales, q_descale, 8, 8);
+FIELD(fulgur_descales, k_descale, 16, 8);
+FIELD(fulgur_descales, v_descale, 24, 8);
+FIELD(fulgur_descales, k_zero_point, 32, 8);
+FIELD(fulgur_descales, v_zero_point, 40, 8);
+FIELD(fulgur_descales, k_format, 48, 8);
+FIELD(fulgur_descales, v_format, 56, 8);
+
+SIZE(fulgur_quantize_args, 56);
+FIELD(fulgur_quantize_args, struct_size, 0, 8);
+FIELD(fulgur_quantize_args, x, 8, 8);
+FIELD(fulgur_quantize_args, codes, 16, 8);
+FIELD(fulgur_quantize_args, scale, 24, 8);
+FIELD(fulgur_quantize_args, zero_point, 32, 8);
+FIELD(fulgur_quantize_args, format, 40, 8);
+FIELD(fulgur_quantize_args, static_scale, 48, 4);
+
+SIZE(fulgur_forward_args, 128);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -93,6 +118,7 @@ FIELD(fulgur_forward_args, cache, 88, 8);
 FIELD(fulgur_forward_args, shared_prefix, 96, 8);
 FIELD(fulgur_forward_args, append, 104, 8);
 FIELD(fulgur_forward_args, bias, 112, 8);
+FIELD(fulgur_forward_args, descales, 120, 8);
 
 SIZE(fulgur_backward_args, 144);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
@@ -185,5 +211,7 @@ fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_
                            const DLTensor*, const fulgur_run*);
 fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
 fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*, const fulgur_run*);
+fulgur_status fulgur_quantize(const fulgur_quantize_args*, const fulgur_options*);
+fulgur_status fulgur_dequantize(const fulgur_quantize_args*, const fulgur_options*);
 const char* fulgur_last_error(void);
 const char* fulgur_version(void);

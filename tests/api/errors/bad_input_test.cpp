@@ -193,8 +193,11 @@ const std::vector<Wrong>& wrongs() {
        "out: .*2305843009213693951.*bytes"},
       // Dtype.
       {"q_of_i32", [](Call& c) { c.q.dtype = DType::kI32; }, "q: got i32, want .*f32"},
-      {"k_of_bf16", [](Call& c) { c.k.dtype = DType::kBF16; }, "k: got bf16, want f32"},
-      {"v_of_f16", [](Call& c) { c.v.dtype = DType::kF16; }, "v: got f16, want f32"},
+      {"k_of_bf16", [](Call& c) { c.k.dtype = DType::kBF16; }, "k: got bf16, want f32",
+       kBackwardOnly},
+      {"v_of_f16", [](Call& c) { c.v.dtype = DType::kF16; }, "v: got f16, want f32", kBackwardOnly},
+      {"k_of_f64", [](Call& c) { c.k.dtype = DType::kF64; }, "k: got f64, want f32"},
+      {"v_of_i32", [](Call& c) { c.v.dtype = DType::kI32; }, "v: got i32, want f32"},
       {"out_of_bf16", [](Call& c) { c.out.dtype = DType::kBF16; }, "out: got bf16, want f32"},
       {"lse_of_f64",
        [](Call& c) {

@@ -21,11 +21,13 @@ struct DottedPairs {
   using Element = uint16_t;  // of Q
   using Vector = __m512i;
   static constexpr int64_t kElements = 32;
-  static constexpr int64_t kSize = 2;
+  static constexpr int64_t kStep = kElements;
 
-  static HWY_INLINE Vector key(const char* at) { return _mm512_loadu_si512(at); }
-  static HWY_INLINE Vector key(const char* at, int64_t n) {
-    return _mm512_maskz_loadu_epi16((__mmask32{1} << n) - 1, at);
+  static HWY_INLINE Vector key(const char* row, int64_t c) {
+    return _mm512_loadu_si512(row + 2 * c);
+  }
+  static HWY_INLINE Vector key(const char* row, int64_t c, int64_t n) {
+    return _mm512_maskz_loadu_epi16((__mmask32{1} << n) - 1, row + 2 * c);
   }
   static HWY_INLINE Vector query(const Element* at) { return _mm512_load_si512(at); }
   static HWY_INLINE V32 add(V32 sum, Vector a, Vector b) { return V32{Dot::add(sum.raw, a, b)}; }
@@ -41,6 +43,14 @@ struct DottedPairs {
     }
     return query_factor(p);
   }
+  static HWY_INLINE void dot(const Task& first, const DecodeOperand& K, int64_t heads,
+                             const KeyTile& tile, int64_t key_end, const Element* HWY_RESTRICT Q,
+                             float factor, const DecodeRows& all) {
+    dot_keys<DottedPairs>(DecodeTile(first, K.t, K.layout, K.dim, tile.j, tile.n, key_end), tile.n,
+                          K.dim, Q, factor, {0, heads, first.rows()}, all);
+  }
+  static void add_values(const Task& first, const DecodeOperand& V, int64_t heads,
+                         const KeyTile& tile, int64_t key_end, const DecodeRows& all);
 };
 
 /// Two rows of V in pairs: kVectors vectors of 16 columns.
@@ -120,11 +130,14 @@ HWY_INLINE void add_pairs(const char* const (&even)[kCount], const char* const (
   }
 }
 
-/// O += P^T V with n keys; at most 16 `rows` a head.
+/// O += P^T V of a tile; at most 16 rows a head.
 template <class Dot>
-HWY_INLINE void add_values(DottedPairs<Dot>, const DecodeTile& V, int64_t n, int64_t dv,
-                           int64_t rows, const DecodeRows& all) {
+HWY_INLINE void DottedPairs<Dot>::add_values(const Task& first, const DecodeOperand& values,
+                                             int64_t, const KeyTile& tile, int64_t key_end,
+                                             const DecodeRows& all) {
+  const int64_t n = tile.n, dv = values.dim, rows = first.rows();
   const int64_t ldo = round_up(dv, kLanes), width = all.width;
+  const DecodeTile V(first, values.t, values.layout, dv, tile.j, n, key_end);
   for_streams<2>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
     constexpr int kCount = decltype(streams)::value;
     const bool pair = j + 1 < n;

@@ -63,7 +63,7 @@ struct DecodeTile {
 
   DecodeTile(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim, int64_t j,
              int64_t n, int64_t end)
-      : head(layout.head * size_of(t.dtype)), bytes(dim * size_of(t.dtype)) {
+      : head(bytes_of(t.dtype, layout.head)), bytes(bytes_of(t.dtype, dim)) {
     key_addresses(task, t, layout, j, n, at);
     std::copy_n(at, n, soon);
     const int64_t run = n / kStreams, next = std::min(kBc, end - j - n) / kStreams;
@@ -85,7 +85,7 @@ struct DecodeTile {
   static constexpr int64_t kAhead = 4096;  // bytes
 
   static int64_t keys_ahead(const Task& task, DType dtype, const Layout& layout) {
-    const int64_t stride = std::abs(key_stride(task.problem, layout)) * size_of(dtype);
+    const int64_t stride = bytes_of(dtype, std::abs(key_stride(task.problem, layout)));
     return (kAhead + stride - 1) / std::max<int64_t>(1, stride);
   }
 };
@@ -175,11 +175,14 @@ template <DType kDType>
 struct Widened {
   using Element = float;  // of Q
   using Vector = V32;
-  static constexpr int64_t kElements = kLanes;                     // of a vector
-  static constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;  // bytes of an element of K
+  static constexpr int64_t kElements = kLanes;  // of a vector
+  // Columns that are read together: those of a block share its scale.
+  static constexpr int64_t kStep = is_low_bit(kDType) ? 32 : kLanes;
 
-  static HWY_INLINE Vector key(const char* at) { return load_wide<kDType>(at); }
-  static HWY_INLINE Vector key(const char* at, int64_t n) { return load_tail<kDType>(at, n); }
+  static HWY_INLINE Vector key(const char* row, int64_t c) { return load_numbers<kDType>(row, c); }
+  static HWY_INLINE Vector key(const char* row, int64_t c, int64_t n) {
+    return load_last_numbers<kDType>(row, c, n);
+  }
   static HWY_INLINE Vector query(const Element* at) { return hn::Load(F32(), at); }
   static HWY_INLINE V32 add(V32 sum, Vector a, Vector b) { return hn::MulAdd(a, b, sum); }
 
@@ -187,7 +190,7 @@ struct Widened {
   static float load(const Task& task, const ForwardArgs& args, int64_t count, Element* Q,
                     int64_t ldq) {
     const Problem& p = task.problem;
-    load_queries(task, args.q, p.q, p.d, 0, count, count, Q, ldq);
+    load_queries(task, args.q, p.q, p.d, 0, count, count, Q, ldq, task.given.scaling.q);
     for (int64_t i = 0; i < count * ldq; ++i) Q[i] *= query_factor(p);
     return 1;
   }
@@ -207,7 +210,7 @@ HWY_INLINE void dot_block(const char* const* K, int64_t d,
   FULGUR_UNROLL for (int at = 0; at < kDots; ++at) acc[at] = hn::Zero(f);
   const auto step = [&](int64_t c, const auto& load) HWY_ATTR {
     Vector key[kCount];
-    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) key[k] = load(K[k] + c * Products::kSize);
+    FULGUR_UNROLL for (int k = 0; k < kCount; ++k) key[k] = load(K[k], c);
     FULGUR_UNROLL for (int i = 0; i < kRows; ++i) {
       const Vector query = Products::query(Q + i * ldq + c);
       FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
@@ -215,11 +218,15 @@ HWY_INLINE void dot_block(const char* const* K, int64_t d,
       }
     }
   };
+  const auto whole = [](const char* row, int64_t at) HWY_ATTR { return Products::key(row, at); };
   int64_t c = 0;
-  for (; c + kElements <= d; c += kElements) {
-    step(c, [](const char* at) HWY_ATTR { return Products::key(at); });
+  for (; c + Products::kStep <= d; c += Products::kStep) {
+    FULGUR_UNROLL for (int64_t i = 0; i < Products::kStep; i += kElements) step(c + i, whole);
   }
-  if (c < d) step(c, [&](const char* at) HWY_ATTR { return Products::key(at, d - c); });
+  for (; c + kElements <= d; c += kElements) step(c, whole);
+  if (c < d) {
+    step(c, [&](const char* row, int64_t at) HWY_ATTR { return Products::key(row, at, d - at); });
+  }
   FULGUR_UNROLL for (int at = 0; at < kDots; at += 4) {
     const auto sum = [&](int i) HWY_ATTR { return at + i < kDots ? acc[at + i] : hn::Zero(f); };
     const auto sums = hn::Mul(sum_lanes(sum(0), sum(1), sum(2), sum(3)), hn::Set(four, factor));
@@ -280,14 +287,13 @@ HWY_INLINE void add_vectors(const V32 (&V)[kCount][kVectors], const float* HWY_R
 template <DType kDType, int kCount>
 HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float* HWY_RESTRICT P,
                          int64_t ldp, float* HWY_RESTRICT O, int64_t ldo, int64_t rows) {
-  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : 2;
   constexpr int kWide = 4;
   int64_t c = 0;
   for (; c + kWide * kLanes <= dv; c += kWide * kLanes) {
     V32 value[kCount][kWide];
     FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
       FULGUR_UNROLL for (int v = 0; v < kWide; ++v) {
-        value[k][v] = load_wide<kDType>(V[k] + (c + v * kLanes) * kSize);
+        value[k][v] = load_numbers<kDType>(V[k], c + v * kLanes);
       }
     }
     add_vectors<kWide, kCount>(value, P, ldp, O + c, ldo, rows);
@@ -295,21 +301,26 @@ HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float
   for (; c < dv; c += kLanes) {
     V32 value[kCount][1];
     FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
-      const char* const at = V[k] + c * kSize;
-      value[k][0] = c + kLanes <= dv ? load_wide<kDType>(at) : load_tail<kDType>(at, dv - c);
+      value[k][0] = c + kLanes <= dv ? load_numbers<kDType>(V[k], c)
+                                     : load_last_numbers<kDType>(V[k], c, dv - c);
     }
     add_vectors<1, kCount>(value, P, ldp, O + c, ldo, rows);
   }
 }
 
-/// O += P^T V with n keys; `rows` rows a head.
-template <DType kDType>
-HWY_INLINE void add_values(Widened<kDType>, const DecodeTile& V, int64_t n, int64_t dv,
-                           int64_t rows, const DecodeRows& all) {
-  const int64_t ldo = round_up(dv, kLanes);
+/// Heads [begin, end) of a task, of `rows` rows each.
+struct DecodeHeads {
+  int64_t begin, end, rows;
+};
+
+/// O += P^T V with n keys.
+template <DType kDType, class Tile>
+HWY_INLINE void add_values(Widened<kDType>, const Tile& V, int64_t n, int64_t dv,
+                           const DecodeHeads& heads, const DecodeRows& all) {
+  const int64_t ldo = round_up(dv, kLanes), rows = heads.rows;
   for_streams<1>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
     constexpr int kCount = decltype(streams)::value;
-    for (int64_t i = 0, r = 0; r < all.count; ++i, r += rows) {
+    for (int64_t i = heads.begin, r = i * rows; i < heads.end; ++i, r += rows) {
       const char* row[kCount];
       FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = V.row(j + k * step, i);
       add_rows<kDType, kCount>(row, dv, all.S + j * all.width + r, step * all.width,
@@ -318,15 +329,15 @@ HWY_INLINE void add_values(Widened<kDType>, const DecodeTile& V, int64_t n, int6
   });
 }
 
-/// S = factor K Q^T of n keys; `rows` rows a head.
-template <class Products>
-HWY_INLINE void dot_keys(const DecodeTile& K, int64_t n, int64_t d,
+/// S = factor K Q^T of n keys.
+template <class Products, class Tile>
+HWY_INLINE void dot_keys(const Tile& K, int64_t n, int64_t d,
                          const typename Products::Element* HWY_RESTRICT Q, float factor,
-                         int64_t rows, const DecodeRows& all) {
-  const int64_t ldq = round_up(d, Products::kElements);
+                         const DecodeHeads& heads, const DecodeRows& all) {
+  const int64_t ldq = round_up(d, Products::kElements), rows = heads.rows;
   for_streams<1>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
     constexpr int kCount = decltype(streams)::value;
-    for (int64_t i = 0, r = 0; r < all.count; ++i, r += rows) {
+    for (int64_t i = heads.begin, r = i * rows; i < heads.end; ++i, r += rows) {
       const char* row[kCount];
       FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = K.row(j + k * step, i);
       dot_rows<Products, kCount>(row, d, Q + r * ldq, ldq, factor, rows, all.S + j * all.width + r,
@@ -347,7 +358,8 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
   for (int64_t jj = 0; jj < tile.n; ++jj) {
     for (int64_t r = begin * rows; r < end * rows; ++r) {
       if (r % rows == 0) {
-        load_keys(first.kv_head_after(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo);
+        load_keys(first.kv_head_after(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo,
+                  first.given.scaling.v);
       }
       if (!all.panels[r / kPanelRows].mask.sees(r % kPanelRows, tile.j + jj)) continue;
       const V32 weight = hn::Set(f, all.S[jj * all.width + r]);
@@ -358,6 +370,113 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
     }
   }
 }
+
+/// A tile of K or V of a task: where its elements are, what makes numbers of them, and memory for
+/// such, if they are not made in registers.
+struct DecodeOperand {
+  const ConstTensor& t;
+  const Layout& layout;
+  int64_t dim;
+  const Scaling& scaling;
+  float* numbers;  // [kBc][round_up(dim)]
+
+  /// Rows that are made of codes beforehand.
+  bool made() const { return makes_numbers(t.dtype, scaling); }
+  /// Of formats that are fewest in use, of zero points, and where a row has several scales.
+  static bool makes_numbers(DType dtype, const Scaling& scaling) {
+    constexpr DType kInRegisters[] = {DType::kE4M3, DType::kInt8, DType::kQ8_0, DType::kQ4_0};
+    if (!is_low_bit(dtype)) return false;
+    return std::ranges::find(kInRegisters, dtype) == std::end(kInRegisters) ||
+           scaling.zero_point.given() || (scaling.given() && scaling.scale.at.groups > 1);
+  }
+};
+
+/// Memory for the numbers of a tile of K or V.
+inline float* take_numbers(const Problem& p, Arena& arena) {
+  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
+  return codes ? arena.take(kBc * round_up(std::max(p.d, p.dv), kLanes)) : nullptr;
+}
+
+/// Rows in memory of the task.
+struct MadeTile {
+  const float* rows;
+  int64_t ld;
+  HWY_INLINE const char* row(int64_t j, int64_t) const {
+    return reinterpret_cast<const char*>(rows + j * ld);
+  }
+};
+
+/// Calls compute(Widened of the dtype, tile of n keys from j on, heads) until all heads of a task
+/// are computed.
+template <class Compute>
+HWY_INLINE void with_numbers(const Task& first, const DecodeOperand& of, int64_t heads, int64_t j,
+                             int64_t n, int64_t key_end, const Compute& compute) {
+  const int64_t rows = first.rows();
+  if (of.made()) {
+    const int64_t ld = round_up(of.dim, kLanes);
+    for (int64_t i = 0; i < heads; ++i) {
+      load_keys(first.kv_head_after(i), of.t, of.layout, of.dim, j, n, of.numbers, ld, of.scaling);
+      compute(Widened<DType::kF32>(), MadeTile{of.numbers, ld}, DecodeHeads{i, i + 1, rows});
+    }
+    return;
+  }
+  const DecodeTile tile(first, of.t, of.layout, of.dim, j, n, key_end);
+  const DecodeHeads all{0, heads, rows};
+  switch (of.t.dtype) {
+    case DType::kF16:
+      return compute(Widened<DType::kF16>(), tile, all);
+    case DType::kBF16:
+      return compute(Widened<DType::kBF16>(), tile, all);
+    case DType::kE4M3:
+      return compute(Widened<DType::kE4M3>(), tile, all);
+    case DType::kInt8:
+      return compute(Widened<DType::kInt8>(), tile, all);
+    case DType::kQ8_0:
+      return compute(Widened<DType::kQ8_0>(), tile, all);
+    case DType::kQ4_0:
+      return compute(Widened<DType::kQ4_0>(), tile, all);
+    default:
+      return compute(Widened<DType::kF32>(), tile, all);
+  }
+}
+
+/// S or P of a tile times the scales of keys whose codes are multiplied as they are.
+HWY_INLINE void descale_scores(const Task& first, const DecodeOperand& of, int64_t j, int64_t n,
+                               const DecodeRows& all) {
+  if (!of.scaling.given() || of.made()) return;
+  const int64_t rows = first.rows();
+  float* to = all.S;
+  for (KvRuns run(first.keys, j, n); !run.done(); run.next()) {
+    for (int64_t row = run.row; row < run.row + run.count; ++row, to += all.width) {
+      for (int64_t r = 0; r < all.count; r += rows) {
+        const int64_t kv = first.kv + r / rows;
+        const float scale = of.scaling.scale.of(first.b, kv, run.entry, row, kv, 0);
+        for (int64_t i = r; i < r + rows; ++i) to[i] *= scale;
+      }
+    }
+  }
+}
+
+/// Products of elements of any dtype, widened to f32.
+struct Numbers : Widened<DType::kF32> {
+  static HWY_INLINE void dot(const Task& first, const DecodeOperand& K, int64_t heads,
+                             const KeyTile& tile, int64_t key_end, const float* HWY_RESTRICT Q,
+                             float factor, const DecodeRows& all) {
+    const auto by = [&](auto products, const auto& keys, const DecodeHeads& some) HWY_ATTR {
+      dot_keys<decltype(products)>(keys, tile.n, K.dim, Q, factor, some, all);
+    };
+    with_numbers(first, K, heads, tile.j, tile.n, key_end, by);
+    descale_scores(first, K, tile.j, tile.n, all);
+  }
+  static HWY_INLINE void add_values(const Task& first, const DecodeOperand& V, int64_t heads,
+                                    const KeyTile& tile, int64_t key_end, const DecodeRows& all) {
+    descale_scores(first, V, tile.j, tile.n, all);
+    const auto by = [&](auto products, const auto& values, const DecodeHeads& some) HWY_ATTR {
+      HWY_NAMESPACE::add_values(products, values, tile.n, V.dim, some, all);
+    };
+    with_numbers(first, V, heads, tile.j, tile.n, key_end, by);
+  }
+};
 
 template <class Products>
 HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t heads,
@@ -370,21 +489,21 @@ HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t he
   all.start(first);
   auto* const Q = reinterpret_cast<Element*>(arena.take(all.count * round_up(p.d, kLanes)));
   const float factor = Products::load(first, args, all.count, Q, ldq);
+  float* const numbers = take_numbers(p, arena);
+  const DecodeOperand K{args.k, p.k, p.d, first.given.scaling.k, numbers};
+  const DecodeOperand V{args.v, p.v, p.dv, first.given.scaling.v, numbers};
 
   KeyTiles tiles = all.panels[0].mask.tiles({key_begin, key_end});  // the same for every head
   for (; !tiles.done(); tiles.next()) {
     const KeyTile tile = tiles.tile();
-    const int64_t j = tile.j, n = tile.n;
-    dot_keys<Products>(DecodeTile(first, args.k, p.k, p.d, j, n, key_end), n, p.d, Q, factor, rows,
-                       all);
+    Products::dot(first, K, heads, tile, key_end, Q, factor, all);
     all.take_bias(first, tile);
     all.probabilities(first, tile);
     scale_rows(all.alpha, all.O, round_up(p.dv, kLanes), all.count);
     if (all.hide(tile)) {
       add_visible_values(first, args, tile, all, 0, heads);
     } else {
-      add_values(Products(), DecodeTile(first, args.v, p.v, p.dv, j, n, key_end), n, p.dv, rows,
-                 all);
+      Products::add_values(first, V, heads, tile, key_end, all);
     }
   }
   all.finish(p.dv, states);
@@ -394,22 +513,13 @@ inline int64_t decode_scratch(const Problem& p, int64_t heads, int64_t rows) {
   Arena arena(nullptr);
   DecodeRows(p, heads * rows, arena);
   arena.take(heads * rows * round_up(p.d, kLanes));  // Q
+  take_numbers(p, arena);
   return arena.used();
 }
 
 inline void decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key_begin,
                    int64_t key_end, float* states, float* scratch) {
-  const auto by = [&](auto products) HWY_ATTR {
-    decode_by<decltype(products)>(first, args, heads, key_begin, key_end, states, scratch);
-  };
-  switch (first.problem.dtypes.k) {
-    case DType::kF16:
-      return by(Widened<DType::kF16>());
-    case DType::kBF16:
-      return by(Widened<DType::kBF16>());
-    default:
-      return by(Widened<DType::kF32>());
-  }
+  decode_by<Numbers>(first, args, heads, key_begin, key_end, states, scratch);
 }
 
 /// m = max m_i, l = sum 2^(m_i - m) l_i, O = sum 2^(m_i - m) O_i / l; then the sink joins.

@@ -167,6 +167,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
   const ForwardScratch s(p, arena);
   const int64_t ldk = round_up(p.d, kLanes), ldv = round_up(p.dv, kLanes);
   const kernels::DropoutMask& dropout = task.given.dropout;
+  const OperandScaling& scaling = task.given.scaling;
   HWY_ALIGN float alpha[kPanelRows];
   TaskExpressions expressions(task, scratch);
 
@@ -179,7 +180,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     tiles[count] = panel.mask.tiles({0, task.s.sk});
     expressions.set_rows(panel, row, count);
     expressions.skip_hidden(count, &tiles[count]);
-    load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk);
+    load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk, scaling.q);
     transpose(s.rows, ldk, panel.width(), p.d, query_factor(p), s.Qt[count], panel.width());
     std::fill_n(s.Ot[count], p.dv * panel.width(), 0.0f);
     std::fill_n(s.m[count], panel.width(), -std::numeric_limits<float>::infinity());
@@ -194,8 +195,8 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
   };
   for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
     const auto [j, n, unused] = next.tile();
-    load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk);
-    const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv);
+    load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
+    const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
     expressions.set_columns(j, n, 0);
     for (int64_t i = 0; i < count; ++i) {
       Panel& panel = panels[i];

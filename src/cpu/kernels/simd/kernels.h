@@ -58,6 +58,7 @@ struct Given {
   ConstTensor sinks;
   ConstTensor tree_mask, bias;
   kernels::DropoutMask dropout;
+  OperandScaling scaling;
   BiasSums dbias{};
   const GivenExpressions* expressions = nullptr;  ///< null without
 

@@ -205,20 +205,6 @@ HWY_INLINE bool load_rows_of(const void* src, int64_t stride, int64_t rows, int6
   return hn::AllFalse(f, hn::IsNaN(poison));
 }
 
-/// Widens `rows` x `cols` elements with row stride `stride` (in elements) to dst[rows][ld], the
-/// columns after `cols` zero. Returns whether all of them are finite.
-HWY_NOINLINE inline bool load_rows(DType dtype, const void* src, int64_t stride, int64_t rows,
-                                   int64_t cols, float* HWY_RESTRICT dst, int64_t ld) {
-  switch (dtype) {
-    case DType::kF16:
-      return load_rows_of<DType::kF16>(src, stride, rows, cols, dst, ld);
-    case DType::kBF16:
-      return load_rows_of<DType::kBF16>(src, stride, rows, cols, dst, ld);
-    default:
-      return load_rows_of<DType::kF32>(src, stride, rows, cols, dst, ld);
-  }
-}
-
 template <DType kDType>
 HWY_INLINE void store_row_of(const float* HWY_RESTRICT src, int64_t cols, void* dst) {
   const F32 f;

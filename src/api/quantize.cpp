@@ -1,0 +1,95 @@
+#include "base/quantize.h"
+
+#include <array>
+#include <span>
+#include <string>
+
+#include "base/formats.h"
+#include "call/make_problem.h"
+#include "fulgur/append.h"
+#include "fulgur/error.h"
+
+namespace fulgur {
+namespace {
+
+constexpr const char* kDims = "(batch, seqlen, heads, dim) or (total, heads, dim)";
+
+/// Checks codes and their scales, which `written` ones may not share, and numbers of their shape.
+CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& codes,
+                   const ConstTensor& scale, const ConstTensor& zero, bool scales_written) {
+  if (x.device.type != DeviceType::kCpu || codes.device.type != DeviceType::kCpu) {
+    throw Error(Status::kUnsupported, "x, codes: want tensors on cpu");
+  }
+  if (x.rank != 3 && x.rank != 4) fail("x", "got {}, want {}", x.describe(), kDims);
+  check_tensor("x", x, kDims, x.rank, x_written);
+  if (!is_float(x.dtype)) fail("x", "got {}, want f32, bf16, f16 or f64", name_of(x.dtype));
+  if (!is_low_bit(codes.dtype)) {
+    fail("codes", "got {}, want a low-bit format", name_of(codes.dtype));
+  }
+  check_shape("codes", codes, "the shape of x",
+              std::span(x.shape).first(static_cast<size_t>(x.rank)), !x_written);
+  const bool packed = x.rank == 3;
+  const Coded of{"codes", codes, packed ? 1 : x.shape[0], x.shape[packed ? 1 : 2]};
+  const Scaling scaling{{scale.data, checked_scales("scale", scale, of)},
+                        {zero.data, checked_zero_points("zero_point", zero, "scale", scale, of)}};
+  const std::array names{"x", "codes", "scale", "zero_point"};
+  const std::array tensors{&x, &codes, &scale, &zero};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i]->given()) continue;
+    check_data(names[i], *tensors[i]);
+    const bool written = i == 0 ? x_written : i == 1 ? !x_written : scales_written;
+    if (!written) continue;
+    check_no_overlap(names[i], *tensors[i]);
+    for (size_t j = 0; j < tensors.size(); ++j) {
+      if (i == j || !tensors[j]->given() || !share_memory(*tensors[i], *tensors[j])) continue;
+      fail(names[i], "shares its memory with {}; an output needs its own", names[j]);
+    }
+  }
+  // What is only read is not written through these.
+  return {*format_of(codes.dtype),
+          const_cast<void*>(codes.data),
+          rows_layout(codes),
+          x.shape[x.rank - 1],
+          scaling,
+          const_cast<void*>(scale.data),
+          const_cast<void*>(zero.data)};
+}
+
+struct Counts {
+  int64_t batch, rows, heads;
+  explicit Counts(const ConstTensor& x)
+      : batch(x.rank == 4 ? x.shape[0] : 1),
+        rows(x.shape[x.rank - 3]),
+        heads(x.shape[x.rank - 2]) {}
+};
+
+}  // namespace
+
+void quantize(const QuantizeArgs& args, const Options& options) {
+  const int threads = checked_threads(options);
+  const CodeTensor to =
+      checked(args.x, false, args.codes, args.scale, args.zero_point, !args.static_scale);
+  if (args.x.numel() == 0) return;
+  const Counts n(args.x);
+  quantize({args.x, to, args.static_scale, n.batch, n.rows, n.heads}, threads);
+}
+
+void dequantize(const DequantizeArgs& args, const Options& options) {
+  const int threads = checked_threads(options);
+  const CodeTensor from = checked(args.x, true, args.codes, args.scale, args.zero_point, false);
+  if (args.x.numel() == 0) return;
+  const Counts n(args.x);
+  dequantize(from, args.x, n.batch, n.rows, n.heads, threads);
+}
+
+bool has_scales(DType format) { return is_low_bit(format) && format_of(format)->scaled; }
+
+DType format_named(const char* name) {
+  const FormatRow* const format = find_format(name);
+  if (format != nullptr) return format->dtype;
+  std::string all;
+  for (const FormatRow& row : formats()) all += (all.empty() ? "" : ", ") + std::string(row.name);
+  fail("format", "got \"{}\", want one of {}", name, all);
+}
+
+}  // namespace fulgur

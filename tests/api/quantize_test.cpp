@@ -1,0 +1,856 @@
+// Low-bit formats: what codes stand for, what quantize() makes of numbers, and attention over
+// codes, against a decoder of these tests in double precision.
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <optional>
+#include <random>
+#include <regex>
+#include <string>
+#include <vector>
+
+#include "call.h"
+#include "engines.h"
+#include "fulgur/append.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr DType kFormats[] = {DType::kE4M3, DType::kE5M2,  DType::kInt8, DType::kInt4,
+                              DType::kQ8_0, DType::kQ4_0,  DType::kQ4_1, DType::kQ5_0,
+                              DType::kQ5_1, DType::kIQ4_NL};
+
+bool scaled_inside(DType format) { return format >= DType::kQ8_0; }
+bool has_zero_point(DType format) { return format == DType::kInt8 || format == DType::kInt4; }
+
+double float8(uint8_t bits, int exponent_bits) {
+  const int fraction_bits = 7 - exponent_bits, bias = (1 << (exponent_bits - 1)) - 1;
+  const int exponent = (bits & 127) >> fraction_bits, fraction = bits & ((1 << fraction_bits) - 1);
+  double x = exponent == 0
+                 ? std::ldexp(fraction, 1 - bias - fraction_bits)
+                 : std::ldexp((1 << fraction_bits) + fraction, exponent - bias - fraction_bits);
+  if (exponent_bits == 4 && (bits & 127) == 127) x = kNan;
+  if (exponent_bits == 5 && exponent == 31) x = fraction == 0 ? kInf : kNan;
+  return bits & 128 ? -x : x;
+}
+
+/// Number i of a row of codes, without a scale beside it.
+double decoded(DType format, const uint8_t* row, int64_t i) {
+  const auto nibble = [](uint8_t byte, bool upper) { return upper ? byte >> 4 : byte & 15; };
+  if (format == DType::kE4M3) return float8(row[i], 4);
+  if (format == DType::kE5M2) return float8(row[i], 5);
+  if (format == DType::kInt8) return row[i] < 128 ? row[i] : row[i] - 256;
+  if (format == DType::kInt4) {
+    const int code = nibble(row[i / 2], i % 2 == 1);
+    return code < 8 ? code : code - 16;
+  }
+  const uint8_t* const block = row + i / 32 * size_of(format);
+  const auto j = static_cast<int>(i % 32);
+  const double scale = load(block, DType::kF16, 0), second = load(block + 2, DType::kF16, 0);
+  const auto bit = [&](const uint8_t* from) { return (from[j / 8] >> (j % 8) & 1) << 4; };
+  const auto lower = [&](int at) { return nibble(block[at + j % 16], j >= 16); };
+  constexpr int kLevels[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                             1,    13,   25,  38,  53,  69,  89,  113};
+  switch (format) {
+    case DType::kQ8_0:
+      return scale * (block[2 + j] < 128 ? block[2 + j] : block[2 + j] - 256);
+    case DType::kQ4_0:
+      return scale * (lower(2) - 8);
+    case DType::kQ4_1:
+      return scale * lower(4) + second;
+    case DType::kQ5_0:
+      return scale * ((lower(6) | bit(block + 2)) - 16);
+    case DType::kQ5_1:
+      return scale * (lower(8) | bit(block + 4)) + second;
+    default:
+      return scale * kLevels[lower(2)];
+  }
+}
+
+enum class ScaleKind { kNone, kTensor, kHeads, kSequencesAndHeads, kRows, kGroups };
+
+/// Memory of any dtype, row-major.
+struct Buffer {
+  std::vector<uint8_t> bytes;
+  Tensor t{};
+
+  Buffer() = default;
+  Buffer(DType dtype, std::vector<int64_t> shape) {
+    int64_t elements = 1;
+    for (const int64_t n : shape) elements *= n;
+    bytes.resize(static_cast<size_t>(bytes_of(dtype, elements)));
+    t = Tensor::contiguous(bytes.data(), dtype, shape);
+  }
+};
+
+/// Codes of a tensor and what scales them.
+struct Coded {
+  Buffer codes, scale, zero_point;
+
+  /// Of (batch, rows, heads, dim) or packed (rows, heads, dim) numbers.
+  static Coded of(const ConstTensor& x, DType format, ScaleKind kind, bool zero, DType scale_dtype,
+                  int64_t group) {
+    std::vector<int64_t> shape(x.shape.begin(), x.shape.begin() + x.rank), scales;
+    const int64_t batch = x.rank == 4 ? shape[0] : 1, heads = shape[x.rank - 2];
+    if (kind == ScaleKind::kTensor) scales = {1};
+    if (kind == ScaleKind::kHeads) scales = {1, heads};
+    if (kind == ScaleKind::kSequencesAndHeads) scales = {batch, heads};
+    if (kind == ScaleKind::kRows || kind == ScaleKind::kGroups) {
+      scales = shape;
+      scales.back() = kind == ScaleKind::kRows ? 1 : shape.back() / group;
+    }
+    Coded c;
+    c.codes = Buffer(format, shape);
+    if (!scales.empty()) c.scale = Buffer(scale_dtype, scales);
+    if (zero) c.zero_point = Buffer(scale_dtype, scales);
+    quantize({.x = x, .codes = c.codes.t, .scale = c.scale.t, .zero_point = c.zero_point.t});
+    return c;
+  }
+
+  /// The numbers, row-major.
+  std::vector<double> numbers() const {
+    const Tensor& t = codes.t;
+    const int64_t dim = t.shape[t.rank - 1], heads = t.shape[t.rank - 2];
+    const int64_t rows = t.shape[t.rank - 3], row_bytes = bytes_of(t.dtype, dim);
+    std::vector<double> all;
+    for (int64_t n = 0; n < t.numel(); ++n) {
+      const int64_t row = n / dim, h = row % heads, b = row / heads / rows;
+      double x = decoded(t.dtype, codes.bytes.data() + row * row_bytes, n % dim);
+      const auto of = [&](const Tensor& s) {
+        int64_t i = 0;
+        if (s.rank == 2) i = (s.shape[0] == 1 ? 0 : b) * s.shape[1] + (s.shape[1] == 1 ? 0 : h);
+        if (s.rank > 2) {
+          const int64_t groups = s.shape[s.rank - 1];
+          i = row * groups + n % dim / (dim / groups);
+        }
+        return load(s.data, s.dtype, i);
+      };
+      if (zero_point.t.given()) x -= of(zero_point.t);
+      if (scale.t.given()) x *= of(scale.t);
+      all.push_back(x);
+    }
+    return all;
+  }
+};
+
+uint64_t seed() {
+  const char* const given = std::getenv("FULGUR_TEST_SEED");
+  return given == nullptr ? 1 : std::strtoull(given, nullptr, 10);
+}
+
+// ---- what quantize() computes ----
+
+/// Codes of numbers that share a scale, as numbers.
+std::vector<double> round_trip(const std::vector<float>& x, DType format, bool zero = false,
+                               DType scale = DType::kF32) {
+  const auto n = static_cast<int64_t>(x.size());
+  return Coded::of(ConstTensor::of(std::span(x), {1, 1, n}), format,
+                   scaled_inside(format) ? ScaleKind::kNone : ScaleKind::kRows, zero, scale, n)
+      .numbers();
+}
+
+TEST(Quantize, IsAsNearAsTheFormatLets) {
+  std::mt19937_64 random(seed());
+  for (const DType format : kFormats) {
+    for (const bool zero : {false, true}) {
+      if (zero && !has_zero_point(format)) continue;
+      for (const double scale : {1e-3, 1.0, 1e4}) {
+        std::vector<float> x(64);
+        for (float& one : x) one = static_cast<float>((normal(random) + (zero ? 3 : 0)) * scale);
+        const std::vector<double> got = round_trip(x, format, zero);
+        for (size_t begin = 0; begin < x.size(); begin += 32) {
+          double largest = 0, low = 1e30, high = -1e30;
+          const size_t b = scaled_inside(format) ? begin : 0,
+                       e = scaled_inside(format) ? b + 32 : 64;
+          for (size_t i = b; i < e; ++i) {
+            largest = std::max(largest, std::fabs(double{x[i]}));
+            low = std::min(low, double{x[i]});
+            high = std::max(high, double{x[i]});
+          }
+          for (size_t i = begin; i < begin + 32; ++i) {
+            // Half a step of codes, and what f16 makes of the scale of a block.
+            const double size = std::fabs(double{x[i]}),
+                         f16 = scaled_inside(format) ? largest * 0x1p-10 + 0x1p-18 : largest * 1e-6;
+            double step = largest / 127;
+            if (format == DType::kE4M3) step = std::max(size / 8, largest / 448 * 0x1p-9);
+            if (format == DType::kE5M2) step = std::max(size / 4, largest / 57344 * 0x1p-16);
+            if (format == DType::kInt8 && zero) step = (high - low) / 255;
+            if (format == DType::kInt4) step = zero ? (high - low) / 15 : largest / 7;
+            // The extreme on the other side may be one code too far: it saturates.
+            if (format == DType::kQ4_0) step = 2 * largest / 8;
+            if (format == DType::kQ5_0) step = 2 * largest / 16;
+            if (format == DType::kQ4_1) step = (high - low) / 15;
+            if (format == DType::kQ5_1) step = (high - low) / 31;
+            if (format == DType::kIQ4_NL) step = largest * 28 / 127;
+            EXPECT_LE(std::fabs(got[i] - x[i]), step / 2 * (1 + 1e-5) + f16)
+                << name_of(format) << " of " << x[i] << ", largest " << largest << zero;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(Quantize, EveryCodeIsANumberThatGivesItBack) {
+  for (const DType format : {DType::kE4M3, DType::kE5M2, DType::kInt8}) {
+    std::vector<float> x;
+    std::vector<uint8_t> want;
+    for (int code = 0; code < 256; ++code) {
+      const auto byte = static_cast<uint8_t>(code);
+      const double number = decoded(format, &byte, 0);
+      if (!std::isfinite(number)) continue;
+      x.push_back(static_cast<float>(number));
+      want.push_back(byte);
+    }
+    const auto n = static_cast<int64_t>(x.size());
+    Buffer codes(format, {1, 1, n});
+    quantize({.x = ConstTensor::of(std::span<const float>(x), {1, 1, n}), .codes = codes.t});
+    EXPECT_EQ(codes.bytes, want) << name_of(format);
+  }
+}
+
+TEST(Quantize, TiesGoToEvenCodesAndWhatIsTooLargeSaturates) {
+  const auto codes_of = [](DType format, std::vector<float> x) {
+    const auto n = static_cast<int64_t>(x.size());
+    Buffer codes(format, {1, 1, n});
+    quantize({.x = ConstTensor::of(std::span<const float>(x), {1, 1, n}), .codes = codes.t});
+    return codes.bytes;
+  };
+  using Bytes = std::vector<uint8_t>;
+  EXPECT_EQ(
+      codes_of(DType::kInt8, {0.5f, 1.5f, 2.5f, -0.5f, -1.5f, 127.6f, 300, -300, kInf, -kInf}),
+      (Bytes{0, 2, 2, 0, 0xfe, 127, 127, 0x80, 127, 0x80}));
+  EXPECT_EQ(codes_of(DType::kInt4, {0.5f, 1.5f, -9, 9, 7.4f, -8.4f}), (Bytes{0x20, 0x78, 0x87}));
+  EXPECT_EQ(codes_of(DType::kE4M3, {448, 480, 1e30f, -kInf, 17, 19, 0x1p-10f, 0x1.8p-9f, -0.0f}),
+            (Bytes{0x7e, 0x7e, 0x7e, 0xfe, 0x58, 0x5a, 0, 2, 0x80}));
+  EXPECT_EQ(codes_of(DType::kE5M2, {57344, 1e30f, -kInf, 9, 11, 0x1p-17f, 0x1.8p-16f}),
+            (Bytes{0x7b, 0x7b, 0xfb, 0x48, 0x4a, 0, 2}));
+  EXPECT_EQ(codes_of(DType::kE4M3, {kNan})[0] & 127, 127);
+  EXPECT_EQ(codes_of(DType::kE5M2, {kNan})[0] & 127, 127);
+}
+
+TEST(Quantize, NanZerosAndInfinities) {
+  for (const DType format : kFormats) {
+    const std::vector<double> zeros = round_trip(std::vector<float>(32, 0), format);
+    EXPECT_EQ(zeros, std::vector<double>(32, 0)) << name_of(format);
+    std::vector<float> x(32, 1);
+    x[3] = kInf;
+    x[4] = -kInf;
+    for (const double got : round_trip(x, format))
+      EXPECT_TRUE(std::isfinite(got)) << name_of(format);
+    x[5] = kNan;
+    const std::vector<double> with_nan = round_trip(x, format);
+    EXPECT_TRUE(std::isnan(with_nan[5])) << name_of(format);
+    const bool alone = format == DType::kE4M3 || format == DType::kE5M2;
+    EXPECT_EQ(std::isnan(with_nan[0]), !alone) << name_of(format);
+  }
+  // Equal numbers have a range of 0.
+  for (const double got : round_trip(std::vector<float>(32, -5), DType::kInt4, true))
+    EXPECT_EQ(got, -5);
+  // Scales beyond f16 are its largest number.
+  const std::vector<double> large =
+      round_trip(std::vector<float>(32, 1e30f), DType::kInt8, false, DType::kF16);
+  EXPECT_EQ(large[0], 127 * 65504.0);
+}
+
+TEST(Quantize, BlocksAreGgmls) {
+  // 32 numbers i - 16: the largest by magnitude is -16.
+  std::vector<float> x(32);
+  for (int i = 0; i < 32; ++i) x[i] = static_cast<float>(i - 16);
+  const auto block = [&](DType format) {
+    Buffer codes(format, {1, 1, 32});
+    quantize({.x = ConstTensor::of(std::span<const float>(x), {1, 1, 32}), .codes = codes.t});
+    return codes.bytes;
+  };
+  const std::vector<uint8_t> q5 = block(DType::kQ5_0), q8 = block(DType::kQ8_0),
+                             q4 = block(DType::kQ4_0);
+  ASSERT_EQ(q5.size(), 22u);
+  EXPECT_EQ((std::vector<uint8_t>{q5[0], q5[1]}), (std::vector<uint8_t>{0x00, 0x3c}));  // 1
+  EXPECT_EQ((std::vector<uint8_t>{q5[2], q5[3], q5[4], q5[5]}),
+            (std::vector<uint8_t>{0, 0, 0xff, 0xff}));
+  for (int i = 0; i < 16; ++i) EXPECT_EQ(q5[6 + i], i | i << 4);
+  ASSERT_EQ(q8.size(), 34u);
+  EXPECT_EQ(q8[2], 0x81);  // -127
+  ASSERT_EQ(q4.size(), 18u);
+  EXPECT_EQ(load(q4.data(), DType::kF16, 0), 2);
+  EXPECT_EQ(q4[2], 0x80);  // -16 is code 0, and 0 is code 8
+}
+
+TEST(Quantize, StaticScalesAreRead) {
+  std::mt19937_64 random(seed());
+  std::vector<float> x(4 * 3 * 32);
+  for (float& one : x) one = static_cast<float>(normal(random));
+  const ConstTensor t = ConstTensor::of(std::span<const float>(x), {4, 3, 32});
+  const Coded first = Coded::of(t, DType::kInt8, ScaleKind::kHeads, true, DType::kF16, 32);
+  Buffer codes(DType::kInt8, {4, 3, 32});
+  const std::vector<uint8_t> scale = first.scale.bytes;
+  quantize({.x = t,
+            .codes = codes.t,
+            .scale = first.scale.t,
+            .zero_point = first.zero_point.t,
+            .static_scale = true});
+  EXPECT_EQ(codes.bytes, first.codes.bytes);
+  EXPECT_EQ(first.scale.bytes, scale);
+}
+
+TEST(Dequantize, GivesTheNumbers) {
+  std::mt19937_64 random(seed());
+  for (const DType format : kFormats) {
+    std::vector<float> x(2 * 5 * 3 * 64), y(x.size());
+    for (float& one : x) one = static_cast<float>(normal(random));
+    const ConstTensor t = ConstTensor::of(std::span<const float>(x), {2, 5, 3, 64});
+    const ScaleKind kind = scaled_inside(format) ? ScaleKind::kNone : ScaleKind::kGroups;
+    const Coded coded = Coded::of(t, format, kind, has_zero_point(format), DType::kF32, 32);
+    dequantize({.codes = coded.codes.t,
+                .scale = coded.scale.t,
+                .zero_point = coded.zero_point.t,
+                .x = Tensor::of(std::span(y), {2, 5, 3, 64})});
+    const std::vector<double> want = coded.numbers();
+    for (size_t i = 0; i < y.size(); ++i) {
+      EXPECT_NEAR(y[i], want[i], 1e-6 * (1 + std::fabs(want[i]))) << name_of(format);
+    }
+  }
+}
+
+// ---- attention over codes ----
+
+/// Rows of a (batch, rows, ...) tensor, as pages that hold those of sequences in any order.
+Buffer in_pages(const Buffer& from, int64_t page, int64_t pages,
+                const std::vector<std::vector<int32_t>>& ids) {
+  const Tensor& t = from.t;
+  Buffer to(t.dtype, {pages, page, t.shape[2], t.shape[3]});
+  const auto row = from.bytes.size() / static_cast<size_t>(t.shape[0] * t.shape[1]);
+  std::fill(to.bytes.begin(), to.bytes.end(), uint8_t{0x7f});  // NaN, or large
+  for (int64_t b = 0; b < t.shape[0]; ++b) {
+    for (int64_t j = 0; j < t.shape[1]; ++j) {
+      const int64_t at =
+          ids[static_cast<size_t>(b)][static_cast<size_t>(j / page)] * page + j % page;
+      std::copy_n(from.bytes.begin() + static_cast<int64_t>(row) * (b * t.shape[1] + j), row,
+                  to.bytes.begin() + static_cast<int64_t>(row) * at);
+    }
+  }
+  return to;
+}
+
+class QuantizedAttention : public EveryEngine {
+ protected:
+  template <class T>
+  T one_of(std::initializer_list<T> all) {
+    return all.begin()[random_() % all.size()];
+  }
+
+  ScaleKind kind_of(DType format, bool packed) {
+    if (scaled_inside(format)) return ScaleKind::kNone;
+    using K = ScaleKind;
+    if (packed) return one_of({K::kTensor, K::kHeads, K::kRows, K::kGroups});
+    return one_of({K::kNone, K::kTensor, K::kHeads, K::kSequencesAndHeads, K::kRows, K::kGroups});
+  }
+
+  /// Quantizes a tensor of the workload, which gets the numbers of the codes.
+  Coded quantized(const Tensor& t, DType format, ScaleKind kind) {
+    std::vector<double> x = read(t);
+    // A NaN of a row that is none would spoil the scale of all.
+    for (double& one : x)
+      one = std::isnan(one) ? 2.5 : kind == ScaleKind::kNone ? one : 3 * one + 0.5;
+    write(t, x);
+    const bool zero = kind != ScaleKind::kNone && has_zero_point(format) && random_() % 2 == 0;
+    Coded coded = Coded::of(t, format, kind, zero, one_of({DType::kF32, DType::kF16}), 32);
+    write(t, coded.numbers());
+    return coded;
+  }
+
+  std::mt19937_64 random_{seed()};
+};
+
+TEST_P(QuantizedAttention, IsThatOfTheNumbers) {
+  for (int draw = 0; draw < 48; ++draw) {
+    Case c;
+    c.batch = one_of<int64_t>({1, 2, 3});
+    c.sq = one_of<int64_t>({1, 1, 2, 5, 33});
+    c.sk = one_of<int64_t>({7, 64, 150});
+    c.hk = one_of<int64_t>({1, 2});
+    c.hq = c.hk * one_of<int64_t>({1, 3, 4, 8});
+    c.d = one_of<int64_t>({32, 64, 96, 128, 192});
+    c.dv = one_of<int64_t>({32, 64, 128});
+    c.mask = one_of({full(), causal(), window(20, 3), chunked(16, causal())});
+    c.softcap = one_of({0.0, 0.0, 5.0});
+    c.alibi = one_of({Alibi::kNone, Alibi::kNone, Alibi::kHeads});
+    c.sinks = random_() % 3 == 0;
+    c.dropout = one_of({0.0, 0.0, 0.2});
+    c.bias = one_of({Bias::kNone, Bias::kNone, Bias::kHeads});
+    const int64_t page = one_of<int64_t>({0, 0, 1, 5, 16, 64});
+    const bool packed = page == 0 && random_() % 4 == 0;
+    c.layout = packed ? Layout::kPacked : Layout::kBshd;
+    c.seqused = page > 0;
+    if (page > 0) c.bias = Bias::kNone;  // a table has room for more keys
+    const DType k_format = kFormats[random_() % std::size(kFormats)];
+    const DType v_format = kFormats[random_() % std::size(kFormats)];
+    SCOPED_TRACE(testing::Message() << "draw " << draw << " " << c.name() << " page " << page << " "
+                                    << name_of(k_format) << " " << name_of(v_format));
+    Workload w(c, random_());
+    // A row of K in one format, and of V in another, or both as they are.
+    ForwardTensors call = w.forward;
+    Descales descales;
+    Coded k, v;
+    const bool plain_k = random_() % 8 == 0, plain_v = random_() % 8 == 0;
+    if (!plain_k) {
+      k = quantized(w.forward.k, k_format, kind_of(k_format, packed));
+      call.k = k.codes.t;
+      descales.k_descale = k.scale.t;
+      descales.k_zero_point = k.zero_point.t;
+    }
+    if (!plain_v) {
+      v = quantized(w.forward.v, v_format, kind_of(v_format, packed));
+      call.v = v.codes.t;
+      descales.v_descale = v.scale.t;
+      descales.v_zero_point = v.zero_point.t;
+    }
+    w.seal();
+    const Expected e = expect_forward(w);
+
+    std::vector<int32_t> table;
+    Buffer paged[6];
+    if (page > 0) {
+      const int64_t pages = (c.sk + page - 1) / page, all = c.batch * pages + 2;
+      std::vector<int32_t> order(static_cast<size_t>(all));
+      for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
+      std::shuffle(order.begin(), order.end(), random_);
+      std::vector<std::vector<int32_t>> ids(static_cast<size_t>(c.batch));
+      for (auto& of : ids) {
+        for (int64_t i = 0; i < pages; ++i, order.pop_back()) of.push_back(order.back());
+        table.insert(table.end(), of.begin(), of.end());
+      }
+      call.page_table = Tensor::of(std::span(table), {c.batch, pages});
+      const auto move = [&](Buffer& to, const Buffer& from, auto& member) {
+        if (!from.t.given() || from.t.rank < 4) return;
+        to = in_pages(from, page, all, ids);
+        member = to.t;
+      };
+      const auto plain = [&](Buffer& to, Tensor& member) {
+        Buffer from(member.dtype, {c.batch, c.sk, c.hk, member.shape[3]});
+        write(from.t, read(member));
+        to = in_pages(from, page, all, ids);
+        member = to.t;
+      };
+      if (plain_k) plain(paged[0], call.k);
+      if (plain_v) plain(paged[1], call.v);
+      move(paged[0], k.codes, call.k);
+      move(paged[1], v.codes, call.v);
+      move(paged[2], k.scale, descales.k_descale);
+      move(paged[3], k.zero_point, descales.k_zero_point);
+      move(paged[4], v.scale, descales.v_descale);
+      move(paged[5], v.zero_point, descales.v_zero_point);
+    }
+    ForwardArgs args = call;
+    args.descales = descales;
+    Options options = w.options;
+    options.engine = engine();
+    if (!computes([&] { forward(args, options, w.run_options); })) continue;
+    ASSERT_TRUE(forward_is_right(w, e));
+    ASSERT_TRUE(w.check_memory());
+  }
+}
+
+TEST_P(QuantizedAttention, TakesQueriesOf16And8Bits) {
+  for (int draw = 0; draw < 16; ++draw) {
+    Case c;
+    c.batch = 2;
+    c.sq = one_of<int64_t>({1, 3, 40});
+    c.sk = one_of<int64_t>({5, 100});
+    c.hk = 2;
+    c.hq = one_of<int64_t>({2, 8});
+    c.d = c.dv = 64;
+    c.mask = causal();
+    const DType format = kFormats[random_() % std::size(kFormats)];
+    const DType q_type = one_of({DType::kBF16, DType::kF16, DType::kE4M3, DType::kE5M2});
+    const bool q_codes = q_type == DType::kE4M3 || q_type == DType::kE5M2;
+    const DType out = q_codes ? one_of({DType::kBF16, DType::kF16, DType::kF32}) : q_type;
+    SCOPED_TRACE(testing::Message() << "draw " << draw << " " << c.name() << " " << name_of(format)
+                                    << " q " << name_of(q_type) << " out " << name_of(out));
+    Workload w(c, random_());
+    Coded q;
+    Buffer plain_q;
+    ForwardTensors call = w.forward;
+    Descales descales;
+    if (q_codes) {
+      q = Coded::of(w.forward.q, q_type, one_of({ScaleKind::kTensor, ScaleKind::kRows}), false,
+                    DType::kF32, 64);
+      if (random_() % 2 == 0 && c.hq == c.hk) {
+        q = Coded::of(w.forward.q, q_type, ScaleKind::kSequencesAndHeads, false, DType::kF32, 64);
+      }
+      write(w.forward.q, q.numbers());
+      call.q = q.codes.t;
+      descales.q_descale = q.scale.t;
+    } else {
+      plain_q = Buffer(q_type, {c.batch, c.sq, c.hq, c.d});
+      write(plain_q.t, read(w.forward.q));
+      write(w.forward.q, read(plain_q.t));
+      call.q = plain_q.t;
+    }
+    const Coded k = quantized(w.forward.k, format, kind_of(format, false));
+    const Coded v = quantized(w.forward.v, format, kind_of(format, false));
+    call.k = k.codes.t;
+    call.v = v.codes.t;
+    descales.k_descale = k.scale.t;
+    descales.v_descale = v.scale.t;
+    descales.k_zero_point = k.zero_point.t;
+    descales.v_zero_point = v.zero_point.t;
+    Buffer result(out, {c.batch, c.sq, c.hq, c.dv});
+    call.out = result.t;
+    w.seal();
+    const Expected e = expect_forward(w);
+    ForwardArgs args = call;
+    args.descales = descales;
+    Options options = w.options;
+    options.engine = engine();
+    if (!computes([&] { forward(args, options); })) continue;
+    ASSERT_TRUE(within("out", call.out, e.reference.out, e.naive.out, 2, 1e-5 * e.unit.out));
+  }
+}
+
+// What scales of 0, denormal ones, infinities and NaN give is what the numbers give.
+TEST_P(QuantizedAttention, ScalesMayBeAnything) {
+  for (const float scale : {0.0f, 1e-42f, -2.0f, 1e35f, kInf, kNan}) {
+    for (const int64_t sq : {1, 40}) {
+      Case c;
+      c.sq = sq;
+      c.sk = 70;
+      c.hq = 4;
+      c.mask = causal();
+      Workload w(c, 1);
+      Coded v = Coded::of(w.forward.v, DType::kInt8, ScaleKind::kRows, false, DType::kF32, 64);
+      // Of the last key, which the last query alone sees.
+      store(v.scale.t.data, DType::kF32, 69, scale);
+      write(w.forward.v, v.numbers());
+      w.seal();
+      ForwardArgs args = w.forward;
+      Options options = w.options;
+      options.engine = engine();
+      if (!computes([&] { forward(args, options); })) continue;
+      const std::vector<double> want = read(w.forward.out);
+      args.v = v.codes.t;
+      args.descales.v_descale = v.scale.t;
+      forward(args, options);
+      const std::vector<double> got = read(w.forward.out);
+      for (size_t i = 0; i < got.size(); ++i) {
+        SCOPED_TRACE(testing::Message() << "scale " << scale << " sq " << sq << " element " << i);
+        if (std::isfinite(want[i])) {
+          ASSERT_NEAR(got[i], want[i], 1e-5 * (1 + std::fabs(want[i])));
+        } else {
+          ASSERT_FALSE(std::isfinite(got[i]));
+        }
+      }
+    }
+  }
+}
+
+FULGUR_CPU_MEMORY_ENGINES(QuantizedAttention);
+
+// ---- append ----
+
+// New rows become the codes and scales that quantize() makes of them, all else keeps its bits, and
+// a call that appends and attends gives what both calls do.
+TEST(QuantizedAppend, QuantizesTheNewRows) {
+  std::mt19937_64 random(seed());
+  constexpr int64_t kBatch = 2, kRows = 12, kNew = 3, kHeads = 2, kDim = 64, kPairs = 16;
+  const std::vector<int64_t> cache_shape{kBatch, kRows, kHeads, kDim};
+  std::vector<int32_t> old{4, 9};
+  const Tensor lengths = Tensor::of(std::span(old), {kBatch});
+  for (const DType format : kFormats) {
+    using K = ScaleKind;
+    for (const ScaleKind kind : {K::kNone, K::kSequencesAndHeads, K::kRows, K::kGroups}) {
+      if (kind != K::kNone && scaled_inside(format)) continue;
+      for (const bool rotates : {false, true}) {
+        SCOPED_TRACE(testing::Message()
+                     << name_of(format) << " " << static_cast<int>(kind) << rotates);
+        const DType rows = rotates ? DType::kF32 : DType::kBF16;
+        const bool zero = kind != K::kNone && has_zero_point(format);
+        const auto numbers = [&](DType dtype, std::vector<int64_t> shape) {
+          Buffer b(dtype, std::move(shape));
+          randomize(b.t, random);
+          return b;
+        };
+        const Buffer before = numbers(rows, cache_shape);
+        const Buffer k_new = numbers(rows, {kBatch, kNew, kHeads, kDim});
+        const Buffer v_new = numbers(rows, {kBatch, kNew, kHeads, kDim});
+        const Buffer cos = numbers(DType::kF32, {kRows, kPairs}),
+                     sin = numbers(DType::kF32, {kRows, kPairs});
+        Coded k = Coded::of(before.t, format, kind, zero, DType::kF32, 32), v = k;
+        v.codes.t.data = v.codes.bytes.data();  // copies have memory of their own
+        v.scale.t.data = v.scale.bytes.data();
+        v.zero_point.t.data = v.zero_point.bytes.data();
+        const Coded first = k;
+
+        // What is to come: the rows as a cache of numbers holds them, quantized.
+        Buffer k_numbers = before, v_numbers = before;
+        k_numbers.t.data = k_numbers.bytes.data();
+        v_numbers.t.data = v_numbers.bytes.data();
+        AppendArgs args{.rows = {.k_cache = k_numbers.t,
+                                 .v_cache = v_numbers.t,
+                                 .k_new = k_new.t,
+                                 .v_new = v_new.t,
+                                 .cache_seqlens = lengths}};
+        if (rotates) args.rows.rotary = {cos.t, sin.t};
+        append(args);
+        const auto expected = [&](const Buffer& of) {
+          Coded want = first;
+          want.codes.t.data = want.codes.bytes.data();
+          want.scale.t.data = want.scale.bytes.data();
+          want.zero_point.t.data = want.zero_point.bytes.data();
+          const bool fixed = kind == K::kSequencesAndHeads;
+          quantize({.x = of.t,
+                    .codes = want.codes.t,
+                    .scale = want.scale.t,
+                    .zero_point = want.zero_point.t,
+                    .static_scale = fixed});
+          return want;
+        };
+        const Coded k_want = expected(k_numbers), v_want = expected(v_numbers);
+
+        args.rows.k_cache = k.codes.t;
+        args.rows.v_cache = v.codes.t;
+        args.rows.k_cache_descale = k.scale.t;
+        args.rows.v_cache_descale = v.scale.t;
+        args.rows.k_cache_zero_point = k.zero_point.t;
+        args.rows.v_cache_zero_point = v.zero_point.t;
+        append(args);
+        for (const auto& [got, want] : {std::pair{&k, &k_want}, std::pair{&v, &v_want}}) {
+          ASSERT_EQ(got->codes.bytes, want->codes.bytes);
+          ASSERT_EQ(got->scale.bytes, want->scale.bytes);
+          ASSERT_EQ(got->zero_point.bytes, want->zero_point.bytes);
+        }
+        ASSERT_NE(k.codes.bytes, first.codes.bytes);
+
+        // Both in one call, of caches as they were.
+        std::vector<int32_t> now{old[0] + static_cast<int32_t>(kNew),
+                                 old[1] + static_cast<int32_t>(kNew)};
+        const Buffer q = numbers(rows, {kBatch, kNew, 4, kDim});
+        Buffer apart(rows, {kBatch, kNew, 4, kDim}), together(rows, {kBatch, kNew, 4, kDim});
+        Buffer turned(rows, {kBatch, kNew, 4, kDim});
+        if (rotates) {
+          args.q = q.t;
+          args.q_out = turned.t;
+          append(args, {.mask = causal()});
+        }
+        forward({.q = rotates ? turned.t : q.t,
+                 .k = k.codes.t,
+                 .v = v.codes.t,
+                 .out = apart.t,
+                 .lengths = {.seqused_k = Tensor::of(std::span(now), {kBatch})},
+                 .descales = {{}, k.scale.t, v.scale.t, k.zero_point.t, v.zero_point.t}},
+                {.mask = causal()});
+        std::copy(first.codes.bytes.begin(), first.codes.bytes.end(), k.codes.bytes.begin());
+        std::copy(first.codes.bytes.begin(), first.codes.bytes.end(), v.codes.bytes.begin());
+        args.q = {};
+        forward({.q = q.t, .out = together.t, .append = args.rows}, {.mask = causal()});
+        ASSERT_EQ(together.bytes, apart.bytes);
+        ASSERT_EQ(k.codes.bytes, k_want.codes.bytes);
+      }
+    }
+  }
+}
+
+// ---- C ----
+
+TEST(QuantizeInC, TakesBytesByTheNameOfTheirFormat) {
+  std::mt19937_64 random(seed());
+  Buffer x(DType::kF32, {1, 5, 2, 32}), q = x, bytes(DType::kU8, {1, 5, 2, 18});
+  Buffer out(DType::kF32, {1, 5, 2, 32}), want = out, back = out;
+  for (Buffer* b : {&q, &want, &back}) b->t.data = b->bytes.data();
+  randomize(x.t, random);
+  randomize(q.t, random);
+  const Dl x_c(x.t), bytes_c(bytes.t), q_c(q.t), out_c(out.t), back_c(back.t);
+  fulgur_quantize_args args{};
+  args.struct_size = sizeof args;
+  args.x = x_c;
+  args.codes = bytes_c;
+  args.format = "q4_0";
+  ASSERT_EQ(fulgur_quantize(&args, nullptr), FULGUR_OK) << fulgur_last_error();
+  args.x = back_c;
+  ASSERT_EQ(fulgur_dequantize(&args, nullptr), FULGUR_OK) << fulgur_last_error();
+
+  fulgur_descales descales{};
+  descales.struct_size = sizeof descales;
+  descales.k_format = descales.v_format = "q4_0";
+  fulgur_forward_args call{};
+  call.struct_size = sizeof call;
+  call.q = q_c;
+  call.k = call.v = bytes_c;
+  call.out = out_c;
+  call.descales = &descales;
+  ASSERT_EQ(fulgur_forward(&call, nullptr, nullptr), FULGUR_OK) << fulgur_last_error();
+  forward({.q = q.t, .k = back.t, .v = back.t, .out = want.t});
+  const std::vector<double> got = read(out.t), expected = read(want.t);
+  for (size_t i = 0; i < got.size(); ++i) EXPECT_NEAR(got[i], expected[i], 1e-5);
+
+  descales.k_format = "q4";
+  EXPECT_EQ(fulgur_forward(&call, nullptr, nullptr), FULGUR_INVALID_ARGUMENT);
+  EXPECT_EQ(std::string(fulgur_last_error()).rfind("format: got \"q4\", want one of e4m3", 0), 0u);
+}
+
+// ---- errors ----
+
+struct Wrong {
+  const char* what;
+  std::function<void(ForwardArgs&)> change;
+  const char* message;
+};
+
+// q (2, 3, 4, 64), k and v (2, 10, 2, 64).
+TEST(QuantizedErrors, NameTheArgument) {
+  static float numbers[2 * 10 * 4 * 64];
+  const auto of = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(numbers, dtype, shape);
+  };
+  const DType f32 = DType::kF32;
+  const std::vector<Wrong> wrongs = {
+      {"q",
+       [&](ForwardArgs& a) {
+         a.q = of(DType::kInt8, {2, 3, 4, 64});
+       },
+       "q: got int8, want f32.*"},
+      {"bytes",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kU8, {2, 10, 2, 68});
+       },
+       "k: got u8, want f32.*low-bit.*"},
+      {"block",
+       [&](ForwardArgs& a) {
+         a.q = of(f32, {2, 3, 4, 48});
+         a.k = of(DType::kQ4_0, {2, 10, 2, 48});
+       },
+       "k: got head dim 48, want a multiple of 32, the block of q4_0"},
+      {"strides",
+       [&](ForwardArgs& a) {
+         Tensor k = of(DType::kQ8_0, {2, 10, 2, 64});
+         k.strides[1] = 130;
+         a.k = k;
+       },
+       "k: got strides .*, want multiples of 32, the block of q8_0"},
+      {"descale_of_blocks",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kQ8_0, {2, 10, 2, 64});
+         a.descales.k_descale = of(f32, {1});
+       },
+       "k_descale: given with q8_0, whose blocks have scales"},
+      {"descale_of_floats", [&](ForwardArgs& a) { a.descales.v_descale = of(f32, {1}); },
+       "v_descale: given with v of f32, want it with codes.*"},
+      {"shape",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kInt8, {2, 10, 2, 64});
+         a.descales.k_descale = of(f32, {2, 4});
+       },
+       "k_descale: got shape \\(2, 4\\), want \\(1\\), \\(2 or 1, 2 or 1\\).*"},
+      {"rows",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kInt8, {2, 10, 2, 64});
+         a.descales.k_descale = of(f32, {2, 9, 2, 1});
+       },
+       "k_descale: got shape.*\\(2, 10, 2, 64\\) of k.*"},
+      {"groups",
+       [&](ForwardArgs& a) {
+         a.v = of(DType::kInt4, {2, 10, 2, 64});
+         a.descales.v_descale = of(f32, {2, 10, 2, 8});
+       },
+       "v_descale: got 8 groups of the 64 columns of v, want 1, or groups of a multiple of 16"},
+      {"dtype",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kE4M3, {2, 10, 2, 64});
+         a.descales.k_descale = of(DType::kBF16, {1});
+       },
+       "k_descale: got bf16, want f32 or f16"},
+      {"zero_point_of_floats",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kE4M3, {2, 10, 2, 64});
+         a.descales.k_descale = a.descales.k_zero_point = of(f32, {1});
+       },
+       "k_zero_point: given with k of e4m3, want it with int8 or int4"},
+      {"zero_point_alone",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kInt8, {2, 10, 2, 64});
+         a.descales.k_zero_point = of(f32, {1});
+       },
+       "k_zero_point: given without k_descale"},
+      {"zero_point_of_another_shape",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kInt8, {2, 10, 2, 64});
+         a.descales.k_descale = of(f32, {2, 2});
+         a.descales.k_zero_point = of(f32, {1, 2});
+       },
+       "k_zero_point: got shape .*, want \\(2, 2\\) of k_descale"},
+      {"out",
+       [&](ForwardArgs& a) {
+         a.q = of(DType::kE4M3, {2, 3, 4, 64});
+         a.out = of(DType::kF64, {2, 3, 4, 64});
+       },
+       "out: got f64, want f32 .*"},
+  };
+  for (const Wrong& wrong : wrongs) {
+    ForwardArgs args{.q = of(f32, {2, 3, 4, 64}),
+                     .k = of(f32, {2, 10, 2, 64}),
+                     .v = of(f32, {2, 10, 2, 64}),
+                     .out = of(f32, {2, 3, 4, 64})};
+    wrong.change(args);
+    const auto call = [&] { forward(args); };
+    const std::string message = message_of(call);
+    EXPECT_TRUE(std::regex_match(message, std::regex(wrong.message)))
+        << wrong.what << ": " << message;
+    EXPECT_EQ(status_of(call), Status::kInvalidArgument) << wrong.what;
+  }
+}
+
+TEST(QuantizedErrors, BackwardTakesNoCodes) {
+  static float numbers[4096];
+  const Tensor t = Tensor::contiguous(numbers, DType::kF32, {1, 4, 2, 32});
+  BackwardArgs args{.dout = t, .q = t, .k = t, .v = t, .out = t, .dq = t, .dk = t, .dv = t};
+  args.k = Tensor::contiguous(numbers, DType::kQ8_0, {1, 4, 2, 32});
+  EXPECT_EQ(message_of([&] { backward(args); }),
+            "k: got q8_0, want f32, bf16, f16 or f64: the backward pass takes no low-bit tensors");
+}
+
+TEST(QuantizedErrors, OfQuantize) {
+  static float numbers[4096];
+  static uint8_t memory[4096];
+  const Tensor x = Tensor::contiguous(numbers, DType::kF32, {1, 4, 2, 32});
+  const auto codes = [](DType dtype) { return Tensor::contiguous(memory, dtype, {1, 4, 2, 32}); };
+  const auto message = [](const QuantizeArgs& args) { return message_of([&] { quantize(args); }); };
+  EXPECT_EQ(message({.x = Tensor::contiguous(numbers, DType::kF32, {8, 32}),
+                     .codes = codes(DType::kInt8)}),
+            "x: got f32 (8, 32), want (batch, seqlen, heads, dim) or (total, heads, dim)");
+  EXPECT_EQ(message({.x = x, .codes = codes(DType::kBF16)}),
+            "codes: got bf16, want a low-bit format");
+  EXPECT_EQ(message({.x = x, .codes = codes(DType::kQ8_0), .scale = x}),
+            "scale: given with q8_0, whose blocks have scales");
+  EXPECT_EQ(message({.x = x, .codes = Tensor::contiguous(numbers, DType::kInt8, {1, 4, 2, 32})}),
+            "codes: shares its memory with x; an output needs its own");
+  EXPECT_EQ(message_of([] { format_named("q3"); }),
+            "format: got \"q3\", want one of e4m3, e5m2, int8, int4, q8_0, q4_0, q4_1, q5_0, q5_1, "
+            "iq4_nl");
+  EXPECT_EQ(message_of([] {
+              Tensor::contiguous(memory, DType::kU8, {2, 33}).as(DType::kQ8_0, "k");
+            }),
+            "k: got rows of 33, want a multiple of the 34 bytes of a block of q8_0");
+}
+
+TEST(Bytes, AreReadAsAFormat) {
+  static uint8_t memory[4096];
+  Tensor bytes = Tensor::contiguous(memory, DType::kU8, {3, 2, 68});
+  bytes.strides[0] = 340;
+  const Tensor t = bytes.as(DType::kQ8_0);
+  EXPECT_EQ(t.describe(), "q8_0 (3, 2, 64)");
+  EXPECT_EQ(t.strides[0], 320);
+  EXPECT_EQ(t.strides[1], 64);
+  EXPECT_EQ(t.strides[2], 1);
+}
+
+}  // namespace
+}  // namespace fulgur::test

@@ -1,0 +1,120 @@
+"""Low-bit formats in Python: quantize, Quantized, and attention and append over them."""
+
+import numpy as np
+import pytest
+
+import fulgur
+
+FORMATS = ("e4m3", "e5m2", "int8", "int4", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl")
+GGML = FORMATS[4:]
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+def numbers(rng, *shape):
+    return rng.standard_normal(shape, np.float32)
+
+
+def scales(format):
+    return (None,) if format in GGML else ("tensor", "head", "token", 32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_attention_is_that_of_the_numbers(rng, format):
+    if format in ("e4m3", "e5m2"):
+        pytest.importorskip("ml_dtypes")
+    q, k, v = numbers(rng, 2, 3, 8, 64), numbers(rng, 2, 40, 2, 64), numbers(rng, 2, 40, 2, 96)
+    for scale in scales(format):
+        zero = format in ("int8", "int4") and scale != "head"
+        y = [fulgur.quantize(x, format, scale=scale, zero_point=zero or None) for x in (k, v)]
+        assert all(a.shape == b.shape and a.format == format for a, b in zip(y, (k, v)))
+        got = fulgur.attention(q, *y, causal=True)
+        want = fulgur.attention(q, *(x.dequantize() for x in y), causal=True)
+        assert np.allclose(got, want, atol=1e-5)
+        plan = fulgur.plan(q, *y, causal=True)
+        assert np.array_equal(plan.run(q, *y), got)
+        assert np.abs(y[0].dequantize() - k).max() < (0.7 if format in ("int4", "e5m2", "q4_0", "iq4_nl") else 0.2)
+        with pytest.raises(ValueError, match="^k_descale: given with"):
+            fulgur.attention(q, *y, k_descale=np.ones(1, np.float32))
+
+
+def test_one_may_be_quantized_and_floats_may_differ(rng):
+    q, k, v = numbers(rng, 1, 5, 4, 32), numbers(rng, 1, 20, 4, 32), numbers(rng, 1, 20, 4, 32)
+    half = v.astype(np.float16)
+    y = fulgur.quantize(k, "q8_0")
+    want = fulgur.attention(q, y.dequantize(), half.astype(np.float32))
+    assert np.allclose(fulgur.attention(q, y, half), want, atol=1e-5)
+
+
+def test_float8_queries(rng):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    q, k, v = (fulgur.quantize(numbers(rng, 1, 6, 2, 32), "e4m3", scale="head") for _ in range(3))
+    assert q.codes.dtype == ml_dtypes.float8_e4m3fn
+    out = fulgur.attention(q, k, v)
+    assert out.dtype == ml_dtypes.bfloat16
+    want = fulgur.attention(*(x.dequantize() for x in (q, k, v)))
+    assert np.allclose(out.astype(np.float32), want, atol=1e-2)
+    # Arrays that are there, by FlashAttention-3's names.
+    descales = dict(q_descale=q.scale, k_descale=k.scale, v_descale=v.scale)
+    result = np.empty((1, 6, 2, 32), np.float32)
+    assert fulgur.attention(q.codes, k.codes, v.codes, out=result, **descales) is result
+    assert np.allclose(result, want, atol=1e-5)
+
+
+def test_torch_tensors(rng):
+    torch = pytest.importorskip("torch")
+    q, k, v = (torch.from_numpy(numbers(rng, 1, 7, 2, 32)) for _ in range(3))
+    for format in ("int8", "q4_0"):
+        y = [fulgur.quantize(x, format) for x in (k, v)]
+        assert isinstance(y[0].codes, torch.Tensor)
+        want = fulgur.attention(q, *(x.dequantize() for x in y))
+        assert torch.allclose(fulgur.attention(q, *y), want, atol=1e-5)
+
+
+def test_static_scales_and_bytes(rng):
+    x = numbers(rng, 4, 2, 64)
+    first = fulgur.quantize(x, "int4", scale="head", zero_point=True, scale_dtype="f16")
+    again = fulgur.quantize(x, "int4", scale=first.scale, zero_point=first.zero_point)
+    assert first.scale.dtype == np.float16 and first.codes.shape == (4, 2, 32)
+    assert np.array_equal(first.codes, again.codes)
+    same = fulgur.Quantized("int4", first.codes, first.scale, first.zero_point)
+    assert np.array_equal(same.dequantize(), first.dequantize())
+    assert first.dequantize("f64").dtype == np.float64
+
+
+@pytest.mark.parametrize("format", ["int8", "q4_0"])
+def test_append_to_codes_in_pages(rng, format):
+    k, v = (fulgur.quantize(np.zeros((6, 4, 2, 32), np.float32), format) for _ in range(2))
+    table, lengths = np.array([[3, 1], [5, 0]], np.int32), np.array([2, 3], np.int32)
+    k_new, v_new, q = numbers(rng, 2, 2, 2, 32), numbers(rng, 2, 2, 2, 32), numbers(rng, 2, 2, 4, 32)
+    out = fulgur.append_attention(q, k, v, k_new, v_new, lengths, page_table=table, causal=True)
+    want = fulgur.quantize(k_new, format)
+    for b, n in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        row = lengths[b] + n
+        assert np.array_equal(k.codes[table[b, row // 4], row % 4], want.codes[b, n])
+    again = fulgur.attention(q, k, v, page_table=table, seqused_k=lengths + 2, causal=True)
+    assert np.array_equal(out, again)
+
+
+def test_errors(rng):
+    x = numbers(rng, 1, 4, 2, 48)
+    with pytest.raises(ValueError, match="^format: got .q3., want one of e4m3, .*iq4_nl"):
+        fulgur.quantize(x, "q3")
+    with pytest.raises(ValueError, match="^x: got head dim 48, want a multiple of 32, the block of q8_0"):
+        fulgur.quantize(x, "q8_0")
+    with pytest.raises(ValueError, match="^x: got 2 dimensions"):
+        fulgur.quantize(x[0, 0], "int8")
+    with pytest.raises(ValueError, match="^scale: given with q4_0"):
+        fulgur.quantize(numbers(rng, 1, 4, 2, 64), "q4_0", scale="token")
+    with pytest.raises(TypeError, match="^scale: got 'row', want"):
+        fulgur.quantize(x, "int8", scale="row")
+    with pytest.raises(ValueError, match="^zero_point: given with"):
+        fulgur.quantize(x, "e4m3", zero_point=True)
+    with pytest.raises(ValueError, match="^codes: got rows of 33, want a multiple of the 34 bytes"):
+        fulgur.Quantized("q8_0", np.zeros((1, 1, 33), np.uint8))
+    y = fulgur.quantize(x, "int8")
+    with pytest.raises((ValueError, TypeError)):
+        fulgur.attention_backward(x, x, y, x, x, numbers(rng, 1, 2, 4))
