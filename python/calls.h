@@ -37,8 +37,9 @@ void for_each_option(Visit&& visit, Options& options) {
 }
 
 /// k and v have the dtype of q, as their gradients and PyTorch and JAX themselves want it. Throws
-/// Error(kInvalidArgument).
+/// Error(kInvalidArgument). What q may be the call says.
 inline void check_one_dtype(const ForwardArgs& args) {
+  if (args.q.dtype > DType::kF64) return;
   for (const auto& [name, t] : {std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
     if (!t->given() || t->dtype == args.q.dtype) continue;
     throw Error(Status::kInvalidArgument, fmt::format("{}: got {}, want {} (the dtype of q)", name,
@@ -46,16 +47,11 @@ inline void check_one_dtype(const ForwardArgs& args) {
   }
 }
 
-// Which tensors of a table an operator or a call takes.
+// Which tensors of a table an operator or a call takes: none of codes, and so no descales.
 
-inline bool every(const TensorRule&) { return true; }
-/// Operators and JAX's calls take no codes, and so no descales.
-inline bool inputs(const TensorRule& rule) {
-  return !rule.written() && rule.type != TensorType::kDescale;
-}
-inline bool outputs(const TensorRule& rule) {
-  return rule.written() && rule.type != TensorType::kDescale;
-}
+inline bool every(const TensorRule& rule) { return rule.type != TensorType::kDescale; }
+inline bool inputs(const TensorRule& rule) { return every(rule) && !rule.written(); }
+inline bool outputs(const TensorRule& rule) { return every(rule) && rule.written(); }
 /// A call that appends reads k and v from its caches, which are tensors of NewRows.
 inline bool inputs_but_keys(const TensorRule& rule) {
   return inputs(rule) && rule.need != Need::kUnlessAppend;

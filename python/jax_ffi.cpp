@@ -258,7 +258,9 @@ struct Append : Rows {
 
   template <class View>
   static Args read(const Shared& shared, View operand, View result) {
-    const auto operands = [](const TensorRule& rule) { return rule.arg != Arg::kQOut; };
+    const auto operands = [](const TensorRule& rule) {
+      return every(rule) && rule.arg != Arg::kQOut;
+    };
     Args args;
     python::read(args, shared, operands, operand);
     python::read(args, shared, outputs, result);

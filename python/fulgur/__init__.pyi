@@ -6,6 +6,7 @@ __all__ = [
     "Engine",
     "Error",
     "Plan",
+    "Quantized",
     "WorkspaceNeed",
     "__version__",
     "append",
@@ -18,6 +19,7 @@ __all__ = [
     "merge",
     "plan",
     "plan_backward",
+    "quantize",
     "scores",
 ]
 
@@ -52,6 +54,24 @@ _DType = Literal["f32", "bf16", "f16", "f64"]
 _Stage = Literal["scaled", "softcap", "masked", "probabilities"]
 _Indices = slice | Sequence[int] | _DLPack
 
+class Quantized:
+    format: str
+    codes: Any
+    scale: Any
+    zero_point: Any
+    dtype: str
+    shape: tuple[int, ...]
+    def __init__(
+        self,
+        format: str,
+        codes: _DLPack,
+        scale: _DLPack | None = None,
+        zero_point: _DLPack | None = None,
+        *,
+        dtype: str = "f32",
+    ) -> None: ...
+    def dequantize(self, dtype: _DType | None = None, *, threads: int = 0) -> Any: ...
+
 class _AnyPlan:
     def explain(self) -> str: ...
     def details(self) -> dict[str, Any]: ...
@@ -62,8 +82,8 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
     def run(
         self: Plan[Literal[False]],
         q: _Array,
-        k: _DLPack,
-        v: _DLPack,
+        k: _DLPack | Quantized,
+        v: _DLPack | Quantized,
         *,
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack | None = None,
@@ -82,6 +102,11 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         tree_mask: _DLPack | None = None,
         prefix_groups: _DLPack | None = None,
         prefix_lens: _DLPack | None = None,
+        q_descale: _DLPack | None = None,
+        k_descale: _DLPack | None = None,
+        v_descale: _DLPack | None = None,
+        k_zero_point: _DLPack | None = None,
+        v_zero_point: _DLPack | None = None,
         out: _Array | None = None,
         lse: None = None,
         workspace: _DLPack | None = None,
@@ -95,7 +120,8 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
                 computes, for one run at a time; default the library's own memory.
             q, k, v, alibi_slopes, bias, sinks, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k,
                 seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
-                prefix_groups, prefix_lens, out, stream: as for :func:`attention`.
+                prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point,
+                out, stream: as for :func:`attention`.
 
         Returns:
             out, fresh or the very one given; ``(out, lse)`` where the plan has ``return_lse``.
@@ -108,8 +134,8 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
     def run(
         self: Plan[Literal[True]],
         q: _Array,
-        k: _DLPack,
-        v: _DLPack,
+        k: _DLPack | Quantized,
+        v: _DLPack | Quantized,
         *,
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack | None = None,
@@ -128,6 +154,11 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         tree_mask: _DLPack | None = None,
         prefix_groups: _DLPack | None = None,
         prefix_lens: _DLPack | None = None,
+        q_descale: _DLPack | None = None,
+        k_descale: _DLPack | None = None,
+        v_descale: _DLPack | None = None,
+        k_zero_point: _DLPack | None = None,
+        v_zero_point: _DLPack | None = None,
         out: _Array | None = None,
         lse: _Array | None = None,
         workspace: _DLPack | None = None,
@@ -273,8 +304,8 @@ class BackwardPlan(_AnyPlan):
 @overload
 def attention(
     q: _Array,
-    k: _DLPack,
-    v: _DLPack,
+    k: _DLPack | Quantized,
+    v: _DLPack | Quantized,
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -302,6 +333,11 @@ def attention(
     tree_mask: _DLPack | None = None,
     prefix_groups: _DLPack | None = None,
     prefix_lens: _DLPack | None = None,
+    q_descale: _DLPack | None = None,
+    k_descale: _DLPack | None = None,
+    v_descale: _DLPack | None = None,
+    k_zero_point: _DLPack | None = None,
+    v_zero_point: _DLPack | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     max_workspace: int = 0,
@@ -367,6 +403,12 @@ def attention(
             sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
             ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are read
             once, through the pages of the first sequence, where that pays. Both or none.
+        q_descale, k_descale, v_descale: float32 or float16: what codes of q, k and v are multiplied by,
+            default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
+            for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
+            int8, or a :class:`Quantized`, which brings its own, or other floats than q.
+        k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
+            of the descale; default 0.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
         max_workspace: the bytes that the call may want besides its arrays at most; 0 is any number.
@@ -399,8 +441,8 @@ def attention(
 @overload
 def attention(
     q: _Array,
-    k: _DLPack,
-    v: _DLPack,
+    k: _DLPack | Quantized,
+    v: _DLPack | Quantized,
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -428,6 +470,11 @@ def attention(
     tree_mask: _DLPack | None = None,
     prefix_groups: _DLPack | None = None,
     prefix_lens: _DLPack | None = None,
+    q_descale: _DLPack | None = None,
+    k_descale: _DLPack | None = None,
+    v_descale: _DLPack | None = None,
+    k_zero_point: _DLPack | None = None,
+    v_zero_point: _DLPack | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     max_workspace: int = 0,
@@ -440,8 +487,8 @@ def attention(
 @overload
 def attention(
     q: _Array,
-    k: _DLPack,
-    v: _DLPack,
+    k: _DLPack | Quantized,
+    v: _DLPack | Quantized,
     *,
     causal: bool = False,
     window: tuple[int, int] | None = None,
@@ -469,6 +516,11 @@ def attention(
     tree_mask: _DLPack | None = None,
     prefix_groups: _DLPack | None = None,
     prefix_lens: _DLPack | None = None,
+    q_descale: _DLPack | None = None,
+    k_descale: _DLPack | None = None,
+    v_descale: _DLPack | None = None,
+    k_zero_point: _DLPack | None = None,
+    v_zero_point: _DLPack | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     max_workspace: int = 0,
@@ -480,8 +532,8 @@ def attention(
 ) -> _Array | tuple[_Array, _Array]: ...
 @overload
 def append(
-    k_cache: _DLPack,
-    v_cache: _DLPack,
+    k_cache: _DLPack | Quantized,
+    v_cache: _DLPack | Quantized,
     k_new: _DLPack,
     v_new: _DLPack,
     cache_seqlens: _DLPack,
@@ -552,8 +604,8 @@ def append(
     """
 @overload
 def append(
-    k_cache: _DLPack,
-    v_cache: _DLPack,
+    k_cache: _DLPack | Quantized,
+    v_cache: _DLPack | Quantized,
     k_new: _DLPack,
     v_new: _DLPack,
     cache_seqlens: _DLPack,
@@ -579,8 +631,8 @@ def append(
 @overload
 def append_attention(
     q: _Array,
-    k_cache: _DLPack,
-    v_cache: _DLPack,
+    k_cache: _DLPack | Quantized,
+    v_cache: _DLPack | Quantized,
     k_new: _DLPack,
     v_new: _DLPack,
     cache_seqlens: _DLPack,
@@ -661,8 +713,8 @@ def append_attention(
 @overload
 def append_attention(
     q: _Array,
-    k_cache: _DLPack,
-    v_cache: _DLPack,
+    k_cache: _DLPack | Quantized,
+    v_cache: _DLPack | Quantized,
     k_new: _DLPack,
     v_new: _DLPack,
     cache_seqlens: _DLPack,
@@ -703,8 +755,8 @@ def append_attention(
 @overload
 def append_attention(
     q: _Array,
-    k_cache: _DLPack,
-    v_cache: _DLPack,
+    k_cache: _DLPack | Quantized,
+    v_cache: _DLPack | Quantized,
     k_new: _DLPack,
     v_new: _DLPack,
     cache_seqlens: _DLPack,
@@ -744,7 +796,7 @@ def append_attention(
 ) -> _Array | tuple[_Array, _Array]: ...
 def scores(
     q: _Array,
-    k: _DLPack,
+    k: _DLPack | Quantized,
     *,
     stage: _Stage,
     rows: _Indices | None = None,
@@ -1002,9 +1054,9 @@ def attention_backward(
 ) -> tuple[_Array, _Array, _Array, _Array, _Array]: ...
 @overload
 def plan(
-    q: _DLPack | _Shape,
-    k: _DLPack | _Shape,
-    v: _DLPack | _Shape,
+    q: _DLPack | Quantized | _Shape,
+    k: _DLPack | Quantized | _Shape,
+    v: _DLPack | Quantized | _Shape,
     *,
     dtype: _DType = "f32",
     device: str = "cpu",
@@ -1032,6 +1084,11 @@ def plan(
     tree_mask: _DLPack | None = None,
     prefix_groups: _DLPack | None = None,
     prefix_lens: _DLPack | None = None,
+    q_descale: _DLPack | None = None,
+    k_descale: _DLPack | None = None,
+    v_descale: _DLPack | None = None,
+    k_zero_point: _DLPack | None = None,
+    v_zero_point: _DLPack | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     max_workspace: int = 0,
@@ -1051,8 +1108,8 @@ def plan(
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
             rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
             page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
-            deterministic, invariant, max_workspace, threads, engine, return_lse: as for
-            :func:`attention`.
+            q_descale, k_descale, v_descale, k_zero_point, v_zero_point, deterministic, invariant,
+            max_workspace, threads, engine, return_lse: as for :func:`attention`.
 
     Returns:
         A :class:`Plan`.
@@ -1074,9 +1131,9 @@ def plan(
     """
 @overload
 def plan(
-    q: _DLPack | _Shape,
-    k: _DLPack | _Shape,
-    v: _DLPack | _Shape,
+    q: _DLPack | Quantized | _Shape,
+    k: _DLPack | Quantized | _Shape,
+    v: _DLPack | Quantized | _Shape,
     *,
     dtype: _DType = "f32",
     device: str = "cpu",
@@ -1104,6 +1161,11 @@ def plan(
     tree_mask: _DLPack | None = None,
     prefix_groups: _DLPack | None = None,
     prefix_lens: _DLPack | None = None,
+    q_descale: _DLPack | None = None,
+    k_descale: _DLPack | None = None,
+    v_descale: _DLPack | None = None,
+    k_zero_point: _DLPack | None = None,
+    v_zero_point: _DLPack | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     max_workspace: int = 0,
@@ -1113,12 +1175,12 @@ def plan(
     out: _DLPack | None = None,
 ) -> Plan[Literal[True]]: ...
 def plan_backward(
-    dout: _DLPack | _Shape,
-    q: _DLPack | _Shape,
-    k: _DLPack | _Shape,
-    v: _DLPack | _Shape,
-    out: _DLPack | _Shape,
-    lse: _DLPack | _Shape,
+    dout: _DLPack | Quantized | _Shape,
+    q: _DLPack | Quantized | _Shape,
+    k: _DLPack | Quantized | _Shape,
+    v: _DLPack | Quantized | _Shape,
+    out: _DLPack | Quantized | _Shape,
+    lse: _DLPack | Quantized | _Shape,
     *,
     dtype: _DType = "f32",
     device: str = "cpu",
@@ -1183,9 +1245,9 @@ def plan_backward(
     array([2.083, 1.083, 0.583, 0.25 ], dtype=float32)
     """
 def explain(
-    q: _DLPack | _Shape,
-    k: _DLPack | _Shape,
-    v: _DLPack | _Shape,
+    q: _DLPack | Quantized | _Shape,
+    k: _DLPack | Quantized | _Shape,
+    v: _DLPack | Quantized | _Shape,
     *,
     backward: bool = False,
     dtype: _DType = "f32",
@@ -1216,6 +1278,11 @@ def explain(
     tree_mask: _DLPack | None = None,
     prefix_groups: _DLPack | None = None,
     prefix_lens: _DLPack | None = None,
+    q_descale: _DLPack | None = None,
+    k_descale: _DLPack | None = None,
+    v_descale: _DLPack | None = None,
+    k_zero_point: _DLPack | None = None,
+    v_zero_point: _DLPack | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     max_workspace: int = 0,
@@ -1236,8 +1303,8 @@ def explain(
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
             offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
             seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
-            prefix_lens, deterministic, invariant, max_workspace, threads, engine: as for
-            :func:`attention`.
+            prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point, deterministic,
+            invariant, max_workspace, threads, engine: as for :func:`attention`.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -1254,6 +1321,15 @@ def merge(
     *,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array]: ...
+def quantize(
+    x: _DLPack,
+    format: str,
+    *,
+    scale: Literal["tensor", "head", "token"] | int | _DLPack | None = None,
+    zero_point: bool | _DLPack | None = None,
+    scale_dtype: Literal["f32", "f16"] = "f32",
+    threads: int = 0,
+) -> Quantized: ...
 def engines() -> list[Engine]: ...
 def install_as(
     name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],

@@ -142,6 +142,9 @@ def attention(q, k, v, **given):
     tensors = _arrays(tensors)
     q, options, return_lse = tensors["q"], _options(given), _a.return_lse(given)
     _fulgur.plan_forward(*_to_check(tensors, "v", options))
+    for name in ("k", "v"):
+        if tensors[name].dtype != q.dtype:
+            raise ValueError(f"{name}: got {tensors[name].dtype}, want {q.dtype} (the dtype of q)")
     if "alibi_slopes" in tensors and q.ndim == 4:
         tensors["alibi_slopes"] = jnp.broadcast_to(tensors["alibi_slopes"], (q.shape[0], q.shape[2]))
     if options["dropout_p"] > 0:

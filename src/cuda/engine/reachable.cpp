@@ -33,8 +33,9 @@ void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
 
 void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit) {
-  const auto& [families, cards] = architecture_of(target);
-  for (const Card& card : cards) {
+  const Architecture& architecture = architecture_of(target);
+  const auto families = architecture.families;
+  for (const Card& card : architecture.cards) {
     if (!runs(card.capability, target)) continue;
     for_lengths(problem, [&](const Problem& p) {
       if (!no_family_computes(p, families).empty()) return;  // too long, or too many heads
