@@ -372,8 +372,7 @@ std::vector<Problem> backward_problems() {
 /// A forward kernel of a head dim.
 KernelRequest some_kernel(int64_t d) {
   std::vector<std::string> rejected;
-  return all_candidates(forward_problem({.d = d}), architecture_of(kTarget).families, {},
-                        &rejected)
+  return all_candidates(forward_problem({.d = d}), architecture_of(kTarget).families, {}, &rejected)
       .at(0)
       ->kernels()
       .at(0)

@@ -8,8 +8,8 @@
 namespace fulgur::cuda {
 
 /// Calls visit(candidates) with the ranked candidates, without tuning, of calls like `problem` with
-/// lengths and batches of every kind, on every card that runs code for a target; then with what each family
-/// says that it can reach besides.
+/// lengths and batches of every kind, on every card that runs code for a target; then with what
+/// each family says that it can reach besides.
 void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit);
 

@@ -36,9 +36,9 @@ struct DecodeKey : AnyForwardKey {
   int combine_eights = 1;  ///< times eight columns that a warp of combine.cu takes of fragments
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
-  bool appends = false;      ///< new rows of K and V, before it attends
-  bool rotates_q = false;    ///< and rotates q with them
-  bool unread_rows = false;  ///< perhaps no CTA reads all of them
+  bool appends = false;                   ///< new rows of K and V, before it attends
+  bool rotates_q = false;                 ///< and rotates q with them
+  bool unread_rows = false;               ///< perhaps no CTA reads all of them
 
   /// The type of the schedule, as device text names it.
   std::string schedule_type() const;

@@ -87,8 +87,7 @@ TEST_F(DocumentedDetails, AreAll) {
   add_on_host({}, "cpu");
   add_on_host({.sq = 1, .sk = 9000}, "cpu");
   add_on_host({}, "reference",
-              {.score_mod = parse_expression("score * 2"),
-               .mask_mod = parse_expression("q >= k")});
+              {.score_mod = parse_expression("score * 2"), .mask_mod = parse_expression("q >= k")});
   cpu::Kernels products = {};
   products.target = "AMX";
   add(cpu::describe({}, products, forward_problem({})).details);

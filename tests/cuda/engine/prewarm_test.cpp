@@ -167,7 +167,7 @@ TEST_F(Prewarmed, ForTargets) {
   };
   const cuda::Prewarmed first = prewarm({"sm_90a"});
   EXPECT_GT(first.compiled, 0);
-  EXPECT_EQ(prewarm({}).compiled, 0);  // what the device takes
+  EXPECT_EQ(prewarm({}).compiled, 0);                   // what the device takes
   EXPECT_GT(prewarm({"sm_90a", "sm_80"}).compiled, 0);  // the portable kernels
   EXPECT_EQ(prewarm({"sm_80"}).compiled, 0);
   EXPECT_TRUE(message_of([&] { prewarm({"sm_81"}); }).starts_with("targets: got \"sm_81\", want"));
