@@ -18,6 +18,7 @@
 #include "arrays.h"
 #include "call/tensors.h"
 #include "calls.h"
+#include "expressions.h"
 #include "fulgur/append.h"
 #include "fulgur/scores.h"
 #include "jax_ffi.h"
@@ -75,6 +76,9 @@ Args read_args(const Entries& views) {
   Args args;
   const auto read = [&](const fulgur::TensorRule& rule, auto& t) { t = tensor(views, rule.name); };
   fulgur::for_each_tensor(read, args);
+  if constexpr (requires { args.tensors; }) {
+    args.tensors = fulgur::python::bindings_of(views["tensors"], views["dtensors"]);
+  }
   return args;
 }
 
@@ -83,6 +87,8 @@ fulgur::Options read_options(const Entries& from) {
   fulgur::Options to;
   const auto read = [&]<class T>(const char* name, T& option) { option = nb::cast<T>(from[name]); };
   fulgur::python::for_each_option(read, to);
+  to.score_mod = fulgur::python::expression_of(from["score_mod"]);
+  to.mask_mod = fulgur::python::expression_of(from["mask_mod"]);
   to.threads = nb::cast<int>(from["threads"]);
   to.engine = nb::cast<std::string>(from["engine"]);
   return to;
@@ -406,6 +412,8 @@ NB_MODULE(_fulgur, m) {
   m.def("host_view", &fulgur::python::host_view);
   m.def("planned", &fulgur::python::planned, "name"_a, "shape"_a, "dtype"_a, "device"_a = "cpu");
   m.def("current_stream", &fulgur::python::current_stream, "array"_a.none());
+
+  fulgur::python::register_expressions(m);
 
   nb::class_<fulgur::Plan>(m, "Plan")
       .def("explain", &fulgur::Plan::explain)

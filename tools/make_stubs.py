@@ -4,16 +4,17 @@ documentation of the functions. Needs the package installed, NumPy alone; tests/
 fails where a stub is not what this writes."""
 
 import ast
+import inspect
 import pathlib
 import textwrap
 
-from fulgur import _spec
+from fulgur import _expressions, _spec
 
 PACKAGE = pathlib.Path(__file__).resolve().parent.parent / "python/fulgur"
 
 HEADERS = {
     "": '''\
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = {names}
@@ -49,6 +50,13 @@ _DType = Literal["f32", "bf16", "f16", "f64"]
 _Stage = Literal["scaled", "softcap", "masked", "probabilities"]
 _Indices = slice | Sequence[int] | _DLPack
 
+class Expression:
+    type: Literal["bool", "int", "float"]
+    def astype(self, dtype: Any) -> Expression: ...
+{operators}
+_Operand = Expression | float
+_Expression = str | Expression | Callable[..., Any]
+
 class Quantized:
     format: str
     codes: Any
@@ -73,11 +81,12 @@ class _AnyPlan:
     def workspace(self) -> WorkspaceNeed: ...
 ''',
     "torch": '''\
+from collections.abc import Mapping
 from typing import Literal, overload
 
 from torch import Tensor
 
-from fulgur import _Indices, _Stage
+from fulgur import _Expression, _Indices, _Stage
 
 __all__ = {names}
 ''',
@@ -92,6 +101,8 @@ __all__ = {names}
 }
 FOOTERS = {
     "": '''\
+def expression(what: _Expression, *, tensors: Mapping[str, _DLPack] | None = None) -> Expression: ...
+{functions}
 def merge(
     outs: Iterable[_Array],
     lses: Iterable[_Array],
@@ -132,14 +143,22 @@ def dot_product_attention(
 ''',
 }
 
+OPERATORS = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and", "or", "xor"]
+COMPARES = ["eq", "ne", "lt", "le", "gt", "ge"]
+
 # Types by what _spec.py calls them; of tensors also where they may be left out.
 TYPES = {
     "": {
         "tensor": "_DLPack", "result": "_Array", "planned": "_DLPack | Quantized | _Shape", "dlse": "_DLPack",
         "coded": "_DLPack | Quantized",
         "dtype": "_DType", "stream": "int | _CudaStream | None", "stage": "_Stage", "indices": "_Indices | None",
+        "expression": "_Expression | None", "tensors": "Mapping[str, _DLPack] | None",
+        "gradients": "Mapping[str, _DLPack | None] | None",
     },
-    "torch": {"tensor": "Tensor", "coded": "Tensor", "result": "Tensor", "stage": "_Stage", "indices": "_Indices | None"},
+    "torch": {
+        "tensor": "Tensor", "coded": "Tensor", "result": "Tensor", "stage": "_Stage", "indices": "_Indices | None",
+        "expression": "_Expression | None", "tensors": "Mapping[str, Tensor] | None",
+    },
     "jax": {"tensor": "ArrayLike", "coded": "ArrayLike", "result": "Array", "int of seed, offset": "int | ArrayLike"},
 }  # fmt: skip
 TENSORS = ("tensor", "coded", "result", "planned", "dlse")
@@ -149,6 +168,8 @@ TENSORS = ("tensor", "coded", "result", "planned", "dlse")
 NO_LSE, LSE = {"return_lse": "Literal[False] = False"}, {"return_lse": "Literal[True]"}
 NO_SINKS, SINKS = {"sinks": "None = None", "dsinks": "None = None"}, {"sinks": "_DLPack"}
 NO_DBIAS, DBIAS = {"dbias": "None = None"}, {"bias": "_DLPack", "dbias": "_Array"}
+NO_DTENSORS = {"dtensors": "None = None"}
+DTENSORS = {"tensors": "Mapping[str, _DLPack]", "dtensors": "Mapping[str, _DLPack | None]"}
 
 
 def tuple_of(array, count):
@@ -160,9 +181,9 @@ def overloads(library):
     either = {"return_lse": "bool"}
     with_lse = [(NO_LSE, array), (LSE, tuple_of(array, 2)), (either, f"{array} | {tuple_of(array, 2)}")]
     gradients = [
-        (of_sinks | of_bias, tuple_of(array, count + more))
+        (of_sinks | of_bias | NO_DTENSORS, tuple_of(array, count + more))
         for of_bias, more in ((NO_DBIAS, 0), (DBIAS, 1)) for of_sinks, count in ((NO_SINKS, 3), (SINKS, 4))
-    ]  # fmt: skip
+    ] + [(DTENSORS, "tuple[Any, ...]")]  # fmt: skip
     queries = {"q": array if library == "" else tensor}
     rotates = {**queries, "cos": tensor, "sin": tensor}
     stays = {"q": "None = None", "q_out": "None = None", "cu_seqlens_q": "None = None"}
@@ -242,6 +263,25 @@ def documentations(*paths):
     return found
 
 
+def operators():
+    """The stubs of the operators of Expression."""
+    lines = [f"__{x}__(self, other: _Operand) -> Expression" for name in OPERATORS for x in (name, f"r{name}")]
+    lines += [f"__{x}__(self, other: _Operand) -> Expression" for x in COMPARES]
+    lines += [f"__{x}__(self) -> Expression" for x in ("neg", "pos", "invert", "abs")]
+    ignored = {f"__{x}__" for x in ("eq", "ne")}
+    return "".join(
+        f"    def {x}: ..." + "  # type: ignore[override]" * (x.partition("(")[0] in ignored) + "\n" for x in lines
+    )
+
+
+def expression_functions():
+    """The stubs of the functions of expressions."""
+    functions = ((name, inspect.signature(getattr(_expressions, name))) for name in sorted(_expressions.FUNCTIONS))
+    return "\n".join(
+        f"def {name}({', '.join(f'{x}: _Operand' for x in of.parameters)}) -> Expression: ..." for name, of in functions
+    )
+
+
 def functions(library, names, texts):
     """The stubs of functions, the first of each with its documentation."""
     result = []
@@ -271,14 +311,16 @@ def names_of(path):
 def stub(library):
     folder = PACKAGE / library
     texts = documentations(folder / "_calls.py", *folder.glob("_plans.py"))
-    parts = [HEADERS[library].replace("{names}", names_of(folder / "__init__.py"))]
+    header = HEADERS[library].replace("{operators}", operators())
+    parts = [header.replace("{names}", names_of(folder / "__init__.py"))]
     names = list(overloads(library))
     if library == "":
         for plan, base in (("Plan", "_AnyPlan, Generic[_ReturnLse]"), ("BackwardPlan", "_AnyPlan")):
             runs = functions(library, [f"{plan}.run"], texts)
             parts.append(f"class {plan}({base}):\n" + textwrap.indent("".join(runs), "    "))
             names.remove(f"{plan}.run")
-    parts.append("".join(functions(library, names, texts)) + FOOTERS[library])
+    footer = FOOTERS[library].replace("{functions}", expression_functions())
+    parts.append("".join(functions(library, names, texts)) + footer)
     return "\n".join(parts)
 
 

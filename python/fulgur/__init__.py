@@ -24,6 +24,29 @@ from typing import NamedTuple
 
 from fulgur import _fulgur
 from fulgur._calls import append, append_attention, attention, attention_backward, merge, scores
+from fulgur._expressions import (
+    Expression,
+    bit,
+    clip,
+    cos,
+    erf,
+    exp,
+    exp2,
+    expression,
+    floor,
+    log,
+    maximum,
+    minimum,
+    power,
+    rsqrt,
+    sigmoid,
+    silu,
+    sin,
+    sqrt,
+    t5_bucket,
+    tanh,
+    where,
+)
 from fulgur._fulgur import Error, __version__
 from fulgur._install import install_as
 from fulgur._plans import BackwardPlan, Plan, WorkspaceNeed, explain, plan, plan_backward
@@ -33,6 +56,7 @@ __all__ = [
     "BackwardPlan",
     "Engine",
     "Error",
+    "Expression",
     "Plan",
     "Quantized",
     "WorkspaceNeed",
@@ -41,14 +65,34 @@ __all__ = [
     "append_attention",
     "attention",
     "attention_backward",
+    "bit",
+    "clip",
+    "cos",
     "engines",
+    "erf",
+    "exp",
+    "exp2",
     "explain",
+    "expression",
+    "floor",
     "install_as",
+    "log",
+    "maximum",
     "merge",
+    "minimum",
     "plan",
     "plan_backward",
+    "power",
     "quantize",
+    "rsqrt",
     "scores",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sqrt",
+    "t5_bucket",
+    "tanh",
+    "where",
 ]
 
 

@@ -1,10 +1,11 @@
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, overload
 
 __all__ = [
     "BackwardPlan",
     "Engine",
     "Error",
+    "Expression",
     "Plan",
     "Quantized",
     "WorkspaceNeed",
@@ -13,14 +14,34 @@ __all__ = [
     "append_attention",
     "attention",
     "attention_backward",
+    "bit",
+    "clip",
+    "cos",
     "engines",
+    "erf",
+    "exp",
+    "exp2",
     "explain",
+    "expression",
+    "floor",
     "install_as",
+    "log",
+    "maximum",
     "merge",
+    "minimum",
     "plan",
     "plan_backward",
+    "power",
     "quantize",
+    "rsqrt",
     "scores",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sqrt",
+    "t5_bucket",
+    "tanh",
+    "where",
 ]
 
 __version__: str
@@ -53,6 +74,47 @@ _Shape = tuple[int, ...] | list[int]
 _DType = Literal["f32", "bf16", "f16", "f64"]
 _Stage = Literal["scaled", "softcap", "masked", "probabilities"]
 _Indices = slice | Sequence[int] | _DLPack
+
+class Expression:
+    type: Literal["bool", "int", "float"]
+    def astype(self, dtype: Any) -> Expression: ...
+    def __add__(self, other: _Operand) -> Expression: ...
+    def __radd__(self, other: _Operand) -> Expression: ...
+    def __sub__(self, other: _Operand) -> Expression: ...
+    def __rsub__(self, other: _Operand) -> Expression: ...
+    def __mul__(self, other: _Operand) -> Expression: ...
+    def __rmul__(self, other: _Operand) -> Expression: ...
+    def __truediv__(self, other: _Operand) -> Expression: ...
+    def __rtruediv__(self, other: _Operand) -> Expression: ...
+    def __floordiv__(self, other: _Operand) -> Expression: ...
+    def __rfloordiv__(self, other: _Operand) -> Expression: ...
+    def __mod__(self, other: _Operand) -> Expression: ...
+    def __rmod__(self, other: _Operand) -> Expression: ...
+    def __pow__(self, other: _Operand) -> Expression: ...
+    def __rpow__(self, other: _Operand) -> Expression: ...
+    def __lshift__(self, other: _Operand) -> Expression: ...
+    def __rlshift__(self, other: _Operand) -> Expression: ...
+    def __rshift__(self, other: _Operand) -> Expression: ...
+    def __rrshift__(self, other: _Operand) -> Expression: ...
+    def __and__(self, other: _Operand) -> Expression: ...
+    def __rand__(self, other: _Operand) -> Expression: ...
+    def __or__(self, other: _Operand) -> Expression: ...
+    def __ror__(self, other: _Operand) -> Expression: ...
+    def __xor__(self, other: _Operand) -> Expression: ...
+    def __rxor__(self, other: _Operand) -> Expression: ...
+    def __eq__(self, other: _Operand) -> Expression: ...  # type: ignore[override]
+    def __ne__(self, other: _Operand) -> Expression: ...  # type: ignore[override]
+    def __lt__(self, other: _Operand) -> Expression: ...
+    def __le__(self, other: _Operand) -> Expression: ...
+    def __gt__(self, other: _Operand) -> Expression: ...
+    def __ge__(self, other: _Operand) -> Expression: ...
+    def __neg__(self) -> Expression: ...
+    def __pos__(self) -> Expression: ...
+    def __invert__(self) -> Expression: ...
+    def __abs__(self) -> Expression: ...
+
+_Operand = Expression | float
+_Expression = str | Expression | Callable[..., Any]
 
 class Quantized:
     format: str
@@ -88,6 +150,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack | None = None,
         sinks: _DLPack | None = None,
+        tensors: Mapping[str, _DLPack] | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -118,10 +181,10 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
             lse: where to write; only where the plan has ``return_lse``.
             workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
                 computes, for one run at a time; default the library's own memory.
-            q, k, v, alibi_slopes, bias, sinks, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k,
-                seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
-                prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point,
-                out, stream: as for :func:`attention`.
+            q, k, v, alibi_slopes, bias, sinks, tensors, seed, offset, rng_state, cu_seqlens_q,
+                cu_seqlens_k, seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k,
+                tree_mask, prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point,
+                v_zero_point, out, stream: as for :func:`attention`.
 
         Returns:
             out, fresh or the very one given; ``(out, lse)`` where the plan has ``return_lse``.
@@ -140,6 +203,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack | None = None,
         sinks: _DLPack | None = None,
+        tensors: Mapping[str, _DLPack] | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -179,6 +243,7 @@ class BackwardPlan(_AnyPlan):
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack | None = None,
         sinks: None = None,
+        tensors: Mapping[str, _DLPack] | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -192,6 +257,7 @@ class BackwardPlan(_AnyPlan):
         dv: _Array | None = None,
         dsinks: None = None,
         dbias: None = None,
+        dtensors: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array]:
@@ -201,13 +267,13 @@ class BackwardPlan(_AnyPlan):
         Args:
             workspace: a writable contiguous array as :meth:`workspace` wants it, on the device that
                 computes, for one run at a time; default the library's own memory.
-            dout, q, k, v, out, lse, alibi_slopes, bias, sinks, seed, offset, rng_state, cu_seqlens_q,
-                cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsinks, dbias, stream: as for
-                :func:`attention_backward`.
+            dout, q, k, v, out, lse, alibi_slopes, bias, sinks, tensors, seed, offset, rng_state,
+                cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, dlse, dq, dk, dv, dsinks, dbias, dtensors,
+                stream: as for :func:`attention_backward`.
 
         Returns:
             (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
-            very one given.
+            very one given. With dtensors a dict of these is the last one.
 
         Raises:
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
@@ -226,6 +292,7 @@ class BackwardPlan(_AnyPlan):
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack | None = None,
         sinks: _DLPack,
+        tensors: Mapping[str, _DLPack] | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -239,6 +306,7 @@ class BackwardPlan(_AnyPlan):
         dv: _Array | None = None,
         dsinks: _Array | None = None,
         dbias: None = None,
+        dtensors: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array, _Array]: ...
@@ -255,6 +323,7 @@ class BackwardPlan(_AnyPlan):
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack,
         sinks: None = None,
+        tensors: Mapping[str, _DLPack] | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -268,6 +337,7 @@ class BackwardPlan(_AnyPlan):
         dv: _Array | None = None,
         dsinks: None = None,
         dbias: _Array,
+        dtensors: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array, _Array]: ...
@@ -284,6 +354,7 @@ class BackwardPlan(_AnyPlan):
         alibi_slopes: _DLPack | None = None,
         bias: _DLPack,
         sinks: _DLPack,
+        tensors: Mapping[str, _DLPack] | None = None,
         seed: int = 0,
         offset: int = 0,
         rng_state: _DLPack | None = None,
@@ -297,9 +368,41 @@ class BackwardPlan(_AnyPlan):
         dv: _Array | None = None,
         dsinks: _Array | None = None,
         dbias: _Array,
+        dtensors: None = None,
         workspace: _DLPack | None = None,
         stream: int | _CudaStream | None = None,
     ) -> tuple[_Array, _Array, _Array, _Array, _Array]: ...
+    @overload
+    def run(
+        self,
+        dout: _DLPack,
+        q: _Array,
+        k: _DLPack,
+        v: _DLPack,
+        out: _DLPack,
+        lse: _DLPack,
+        *,
+        alibi_slopes: _DLPack | None = None,
+        bias: _DLPack | None = None,
+        sinks: _DLPack | None = None,
+        tensors: Mapping[str, _DLPack],
+        seed: int = 0,
+        offset: int = 0,
+        rng_state: _DLPack | None = None,
+        cu_seqlens_q: _DLPack | None = None,
+        cu_seqlens_k: _DLPack | None = None,
+        seqused_q: _DLPack | None = None,
+        seqused_k: _DLPack | None = None,
+        dlse: _DLPack | None = None,
+        dq: _Array | None = None,
+        dk: _Array | None = None,
+        dv: _Array | None = None,
+        dsinks: _Array | None = None,
+        dbias: _Array | None = None,
+        dtensors: Mapping[str, _DLPack | None],
+        workspace: _DLPack | None = None,
+        stream: int | _CudaStream | None = None,
+    ) -> tuple[Any, ...]: ...
 
 @overload
 def attention(
@@ -316,6 +419,9 @@ def attention(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -375,6 +481,14 @@ def attention(
             of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
             capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
             2309.17453).
+        score_mod: what becomes of each score, after softcap and ALiBi and before the bias: a text, as
+            in docs/expressions.md, a function, or an :class:`Expression`. Parameters of a function are
+            named after what it needs: of score, b (sequence), h (q head), hk (kv head), q, k (query and
+            key of the sequence), sq, sk (its lengths), q0 (its first packed query), delta (k - q - (sk
+            - sq)), and of the tensors. On the CPU.
+        mask_mod: likewise whether a query sees a key, of those that the other masks show; not of score.
+        tensors: arrays that score_mod and mask_mod index, by name: float32, bfloat16, float16, float64,
+            int32, int64 or bool, of 1 to 4 dimensions, any strides.
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout, 0 to 2^64 - 1.
         rng_state: int64 ``(2,)``: seed and offset as an array, read when the call computes; instead of
@@ -453,6 +567,9 @@ def attention(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -499,6 +616,9 @@ def attention(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -651,6 +771,9 @@ def append_attention(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     cu_seqlens_q: _DLPack | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
@@ -691,10 +814,10 @@ def append_attention(
         interleaved: columns 2 i and 2 i + 1 are a pair, or else i and i + rotary_dim / 2.
         rotary_seqlens: int32 ``(batch,)``: the position of each sequence's first new token; default
             cache_seqlens.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, cu_seqlens_q,
-            max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr, cache_batch_idx, leftpad_k,
-            tree_mask, prefix_groups, prefix_lens, invariant, max_workspace, threads, engine,
-            return_lse, out, stream: as for :func:`attention`.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
+            tensors, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
+            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
+            threads, engine, return_lse, out, stream: as for :func:`attention`.
 
     Returns:
         As :func:`attention`.
@@ -733,6 +856,9 @@ def append_attention(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     cu_seqlens_q: _DLPack | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
@@ -775,6 +901,9 @@ def append_attention(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     cu_seqlens_q: _DLPack | None = None,
     max_seqlen_q: int = 0,
     max_seqlen_k: int = 0,
@@ -809,6 +938,9 @@ def scores(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     cu_seqlens_q: _DLPack | None = None,
     cu_seqlens_k: _DLPack | None = None,
     max_seqlen_q: int = 0,
@@ -834,9 +966,10 @@ def scores(
             "probabilities" what the softmax with the sinks gives, all 0 in a row that sees no key.
         rows: the queries of each sequence that are wanted: their numbers, or a slice of them; default
             all.
-        q, k, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, cu_seqlens_q,
-            cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table, page_indptr,
-            cache_batch_idx, leftpad_k, tree_mask, threads, engine: as for :func:`attention`.
+        q, k, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod,
+            mask_mod, tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
+            seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, threads, engine:
+            as for :func:`attention`.
 
     Returns:
         A fresh array, float32 (float64 where q is), ``(batch, hq, sq, sk)``, or with ``rows`` of so many queries.
@@ -874,6 +1007,9 @@ def attention_backward(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -895,6 +1031,7 @@ def attention_backward(
     dv: _Array | None = None,
     dsinks: None = None,
     dbias: None = None,
+    dtensors: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array]:
     """The gradients of attention to q, k and v, to the sinks, if there are any, and to the bias.
@@ -908,14 +1045,16 @@ def attention_backward(
         dsinks: float32 or the 16-bit dtype of q ``(hq,)``: where to write; with sinks alone.
         dbias: the shape of bias, float32 or its dtype: where to write the gradient of the bias, which
             is computed where this is given; dimensions of 1 are summed over, and strides may be any.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
-            offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-            seqused_k, deterministic, invariant, max_workspace, threads, engine, stream: as for
-            :func:`attention`.
+        dtensors: which of the tensors of floats get their gradient: arrays to write it to by name, in
+            the shape of the tensor, float32 or its dtype, or None for a fresh one.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
+            tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, seqused_q, seqused_k, deterministic, invariant, max_workspace, threads,
+            engine, stream: as for :func:`attention`.
 
     Returns:
         (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
-        very one given.
+        very one given. With dtensors a dict of these is the last one.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -947,6 +1086,9 @@ def attention_backward(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -968,6 +1110,7 @@ def attention_backward(
     dv: _Array | None = None,
     dsinks: _Array | None = None,
     dbias: None = None,
+    dtensors: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array, _Array]: ...
 @overload
@@ -988,6 +1131,9 @@ def attention_backward(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack,
     sinks: None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -1009,6 +1155,7 @@ def attention_backward(
     dv: _Array | None = None,
     dsinks: None = None,
     dbias: _Array,
+    dtensors: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array, _Array]: ...
 @overload
@@ -1029,6 +1176,9 @@ def attention_backward(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack,
     sinks: _DLPack,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -1050,8 +1200,54 @@ def attention_backward(
     dv: _Array | None = None,
     dsinks: _Array | None = None,
     dbias: _Array,
+    dtensors: None = None,
     stream: int | _CudaStream | None = None,
 ) -> tuple[_Array, _Array, _Array, _Array, _Array]: ...
+@overload
+def attention_backward(
+    dout: _DLPack,
+    q: _Array,
+    k: _DLPack,
+    v: _DLPack,
+    out: _DLPack,
+    lse: _DLPack,
+    *,
+    causal: bool = False,
+    window: tuple[int, int] | None = None,
+    chunk: int = 0,
+    top_left: bool = False,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: _DLPack | None = None,
+    bias: _DLPack | None = None,
+    sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack],
+    dropout_p: float = 0.0,
+    seed: int = 0,
+    offset: int = 0,
+    rng_state: _DLPack | None = None,
+    cu_seqlens_q: _DLPack | None = None,
+    cu_seqlens_k: _DLPack | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    seqused_q: _DLPack | None = None,
+    seqused_k: _DLPack | None = None,
+    deterministic: bool = False,
+    invariant: bool = False,
+    max_workspace: int = 0,
+    threads: int = 0,
+    engine: str = "",
+    dlse: _DLPack | None = None,
+    dq: _Array | None = None,
+    dk: _Array | None = None,
+    dv: _Array | None = None,
+    dsinks: _Array | None = None,
+    dbias: _Array | None = None,
+    dtensors: Mapping[str, _DLPack | None],
+    stream: int | _CudaStream | None = None,
+) -> tuple[Any, ...]: ...
 @overload
 def plan(
     q: _DLPack | Quantized | _Shape,
@@ -1069,6 +1265,9 @@ def plan(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
@@ -1105,11 +1304,12 @@ def plan(
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
         out: given if runs will give one with other strides than a fresh array has.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
-            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens,
-            q_descale, k_descale, v_descale, k_zero_point, v_zero_point, deterministic, invariant,
-            max_workspace, threads, engine, return_lse: as for :func:`attention`.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
+            tensors, dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
+            prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point,
+            deterministic, invariant, max_workspace, threads, engine, return_lse: as for
+            :func:`attention`.
 
     Returns:
         A :class:`Plan`.
@@ -1146,6 +1346,9 @@ def plan(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
@@ -1193,6 +1396,9 @@ def plan_backward(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     rng_state: _DLPack | None = None,
     cu_seqlens_q: _DLPack | None = None,
@@ -1212,6 +1418,7 @@ def plan_backward(
     dv: _DLPack | None = None,
     dsinks: _DLPack | None = None,
     dbias: _DLPack | None = None,
+    dtensors: Mapping[str, _DLPack | None] | None = None,
 ) -> BackwardPlan:
     """Every decision about one shape of :func:`attention_backward`, made once.
 
@@ -1224,9 +1431,11 @@ def plan_backward(
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
         dsinks: float32 or the 16-bit dtype of q ``(hq,)``: likewise; with sinks alone.
         dbias: given if runs will give one.
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p,
-            rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            deterministic, invariant, max_workspace, threads, engine: as for :func:`attention`.
+        dtensors: given if runs will give ones.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
+            tensors, dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            seqused_q, seqused_k, deterministic, invariant, max_workspace, threads, engine: as for
+            :func:`attention`.
 
     Returns:
         A :class:`BackwardPlan`.
@@ -1261,6 +1470,9 @@ def explain(
     alibi_slopes: _DLPack | None = None,
     bias: _DLPack | None = None,
     sinks: _DLPack | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, _DLPack] | None = None,
     dropout_p: float = 0.0,
     seed: int = 0,
     offset: int = 0,
@@ -1300,11 +1512,12 @@ def explain(
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
-        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, dropout_p, seed,
-            offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q,
-            seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask, prefix_groups,
-            prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point, deterministic,
-            invariant, max_workspace, threads, engine: as for :func:`attention`.
+        causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
+            tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k,
+            tree_mask, prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point,
+            v_zero_point, deterministic, invariant, max_workspace, threads, engine: as for
+            :func:`attention`.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -1315,6 +1528,26 @@ def explain(
     >>> "cpu" in fulgur.explain(shape, shape, shape, dtype="bf16", causal=True)
     True
     """
+def expression(what: _Expression, *, tensors: Mapping[str, _DLPack] | None = None) -> Expression: ...
+def bit(x: _Operand, i: _Operand) -> Expression: ...
+def clip(x: _Operand, low: _Operand, high: _Operand) -> Expression: ...
+def cos(x: _Operand) -> Expression: ...
+def erf(x: _Operand) -> Expression: ...
+def exp(x: _Operand) -> Expression: ...
+def exp2(x: _Operand) -> Expression: ...
+def floor(x: _Operand) -> Expression: ...
+def log(x: _Operand) -> Expression: ...
+def maximum(x: _Operand, y: _Operand) -> Expression: ...
+def minimum(x: _Operand, y: _Operand) -> Expression: ...
+def power(x: _Operand, y: _Operand) -> Expression: ...
+def rsqrt(x: _Operand) -> Expression: ...
+def sigmoid(x: _Operand) -> Expression: ...
+def silu(x: _Operand) -> Expression: ...
+def sin(x: _Operand) -> Expression: ...
+def sqrt(x: _Operand) -> Expression: ...
+def t5_bucket(delta: _Operand, buckets: _Operand, farthest: _Operand) -> Expression: ...
+def tanh(x: _Operand) -> Expression: ...
+def where(condition: _Operand, x: _Operand, y: _Operand) -> Expression: ...
 def merge(
     outs: Iterable[_Array],
     lses: Iterable[_Array],

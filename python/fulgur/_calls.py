@@ -3,6 +3,7 @@
 import numpy as np
 
 from fulgur import _arguments as _a
+from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur._spec import OPTIONAL, check, described
 
@@ -38,11 +39,12 @@ def attention(q, k, v, **given):
     check("attention", given)
     options, random = _a.options(given), _a.random_numbers(given)
     return_lse, stream = _a.return_lse(given), _a.run_stream(q, given)
-    views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given)
+    mods, tensors = _e.of_call(given, stream)
+    views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given) | tensors
     results = _a.forward_results(views["q"], views["v"], return_lse)
     arrays = _a.filled(
         results, given, q,
-        lambda written: _fulgur.forward(views | written, options, stream, *random),
+        lambda written: _fulgur.forward(views | written, options | mods, stream, *random),
         stream,
     )  # fmt: skip
     return arrays if return_lse else arrays[0]
@@ -57,7 +59,7 @@ def attention_backward(dout, q, k, v, out, lse, **given):
 
     Returns:
         (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
-        very one given.
+        very one given. With dtensors a dict of these is the last one.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -73,19 +75,25 @@ def attention_backward(dout, q, k, v, out, lse, **given):
     """
     check("attention_backward", given)
     options, random, stream = _a.options(given), _a.random_numbers(given), _a.run_stream(q, given)
+    mods, tensors = _e.of_call(given, stream)
     return gradients(
-        lambda views: _fulgur.backward(views, options, stream, *random),
-        dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), given, stream,
+        lambda views: _fulgur.backward(views, options | mods, stream, *random),
+        dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), tensors, given, stream,
     )  # fmt: skip
 
 
-def gradients(compute, tensors, given, stream):
-    """The results of a backward pass that `compute` makes of all views by name."""
-    views = _a.views(stream, **tensors) | _a.given_views(stream, OPTIONAL["backward"], given)
-    results = _a.backward_results(views, given)
-    return _a.filled(
-        results, given, tensors["q"], lambda written: compute(views | written), stream
-    )
+def gradients(compute, arrays, tensors, given, stream):
+    """The results of a backward pass that `compute` makes of all views by name; `tensors`: those of its expressions."""
+    views = _a.views(stream, **arrays) | _a.given_views(stream, OPTIONAL["backward"], given) | tensors
+    of_tensors = _e.Gradients(given, views)
+    results = _a.backward_results(views, given) | of_tensors.results
+    return of_tensors.split(
+        _a.filled(
+            results, given | of_tensors.arrays, arrays["q"],
+            lambda written: compute(views | of_tensors.views(written)),
+            stream,
+        )
+    )  # fmt: skip
 
 
 STAGES = ("scaled", "softcap", "masked", "probabilities")
@@ -124,8 +132,10 @@ def scores(q, k, **given):
     if stage not in STAGES:
         raise ValueError(f"stage: got {stage!r}, want one of {', '.join(STAGES)}")
     options, stream = _a.options(given), _a.run_stream(q, given)
+    mods, bound = _e.of_call(given, stream)
+    options |= mods
     tensors = [name for name in OPTIONAL["scores"] if name != "rows"]
-    views = _a.views(stream, q=q, k=k) | _a.given_views(stream, tensors, given)
+    views = _a.views(stream, q=q, k=k) | _a.given_views(stream, tensors, given) | bound
     batch, heads, sq, sk = _fulgur.scores_shape(views, options)
     if rows is not None:
         chosen = _chosen(rows, sq)
@@ -228,7 +238,9 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
         raise TypeError("q: got None, want an array")
     rows = dict(q=q, k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens)
     optional = OPTIONAL["append"] + OPTIONAL["forward"]
-    views = _append_views(stream, k_cache, v_cache, rows, optional, given)
+    mods, tensors = _e.of_call(given, stream)
+    options |= mods
+    views = _append_views(stream, k_cache, v_cache, rows, optional, given) | tensors
     results = _a.forward_results(views["q"], views["v_cache"], return_lse)
     arrays = _a.filled(
         results, given, q,

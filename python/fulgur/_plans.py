@@ -5,6 +5,7 @@ from types import GenericAlias
 from typing import NamedTuple
 
 from fulgur import _arguments as _a
+from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur._calls import gradients
 from fulgur._spec import OPTIONAL, WITHOUT_GRADIENT, check, described
@@ -47,10 +48,11 @@ def plan(q, k, v, **given):
     """
     check("plan", given)
     options, return_lse = _a.options(given), _a.return_lse(given)
-    views = _a.with_given(_a.planned_views(given, q=q, k=k, v=v), 0, OPTIONAL["forward"], given)
+    mods, tensors = _e.of_call(given)
+    views = _a.with_given(_a.planned_views(given, q=q, k=k, v=v), 0, OPTIONAL["forward"], given) | tensors
     results = _a.forward_results(views["q"], views["v"], return_lse)
     views |= _a.planned_results(results, given, views["q"].device)
-    return Plan(_fulgur.plan_forward(views, options), results)
+    return Plan(_fulgur.plan_forward(views, options | mods), results)
 
 
 @described("plan_backward")
@@ -82,10 +84,12 @@ def plan_backward(dout, q, k, v, out, lse, **given):
     of_lse = {"lse": lse} if dlse is None else {"lse": lse, "dlse": dlse}
     views |= _a.planned_views(given | {"dtype": _a.lse_dtype(views["q"].dtype)}, **of_lse)
     extras = (name for name in OPTIONAL["backward"] if name != "dlse")
-    views |= _a.given_views(0, extras, given)
-    results = _a.backward_results(views, given)
-    views |= _a.planned_results(results, given, views["q"].device)
-    return BackwardPlan(_fulgur.plan_backward(views, options))
+    mods, tensors = _e.of_call(given)
+    views |= _a.given_views(0, extras, given) | tensors
+    of_tensors = _e.Gradients(given, views)
+    results = _a.backward_results(views, given) | of_tensors.results
+    written = _a.planned_results(results, given | of_tensors.arrays, views["q"].device)
+    return BackwardPlan(_fulgur.plan_backward(views | of_tensors.views(written), options | mods))
 
 
 class _AnyPlan:
@@ -151,6 +155,7 @@ class Plan(_AnyPlan):
         check("Plan.run", given)
         random, stream = _a.random_numbers(given), _a.run_stream(q, given)
         views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given)
+        views |= _e.of_call(given, stream)[1]
         if given.get("lse") is not None and "lse" not in self._results:  # for the plan to refuse
             views["lse"] = _a.view("lse", given["lse"], True, stream)
         workspace = given.get("workspace")
@@ -181,7 +186,7 @@ class BackwardPlan(_AnyPlan):
 
         Returns:
             (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
-            very one given.
+            very one given. With dtensors a dict of these is the last one.
 
         Raises:
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
@@ -192,7 +197,7 @@ class BackwardPlan(_AnyPlan):
         workspace = given.get("workspace")
         return gradients(
             lambda views: self._plan.run_backward(views, stream, *random, workspace),
-            dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), given, stream,
+            dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), _e.of_call(given, stream)[1], given, stream,
         )  # fmt: skip
 
 

@@ -104,6 +104,24 @@ _SCORES = _rows(
         "sinks, as gpt-oss learns them; StreamingLLM, arXiv 2309.17453).",
     ),
 )  # fmt: skip
+_EXPRESSIONS = _rows(
+    (
+        "score_mod", "expression", None,
+        "what becomes of each score, after softcap and ALiBi and before the bias: a text, as in docs/expressions.md, "
+        "a function, or an :class:`Expression`. Parameters of a function are named after what it needs: of score, b "
+        "(sequence), h (q head), hk (kv head), q, k (query and key of the sequence), sq, sk (its lengths), q0 (its "
+        "first packed query), delta (k - q - (sk - sq)), and of the tensors. On the CPU.",
+    ),
+    (
+        "mask_mod", "expression", None,
+        "likewise whether a query sees a key, of those that the other masks show; not of score.",
+    ),
+    (
+        "tensors", "tensors", None,
+        "arrays that score_mod and mask_mod index, by name: float32, bfloat16, float16, float64, int32, int64 or "
+        "bool, of 1 to 4 dimensions, any strides.",
+    ),
+)  # fmt: skip
 _DROPOUT = _rows(
     (
         "dropout_p", "float", 0.0,
@@ -237,6 +255,11 @@ _GRADIENTS = _rows(
         "the shape of bias, float32 or its dtype: where to write the gradient of the bias, which is computed "
         "where this is given; dimensions of 1 are summed over, and strides may be any.",
     ),
+    (
+        "dtensors", "gradients", None,
+        "which of the tensors of floats get their gradient: arrays to write it to by name, in the shape of the "
+        "tensor, float32 or its dtype, or None for a fresh one.",
+    ),
 )
 _STAGE = _rows(
     (
@@ -346,7 +369,7 @@ def _less(names, *groups):
     return _only(every - set(names.split()), *groups)
 
 
-_OPTIONS = _MASK + _SCORES + _DROPOUT + _LENGTHS
+_OPTIONS = _MASK + _SCORES + _EXPRESSIONS + _DROPOUT + _LENGTHS
 _GRADIENT_OPTIONS = _OPTIONS + _DETERMINISTIC + _HOW + _ENGINE
 _EVERY_OPTION = _OPTIONS + _CACHE + _DESCALES + _DETERMINISTIC + _HOW + _ENGINE
 _PLANNED_OUT = {"out": "given if runs will give one with other strides than a fresh array has."}
@@ -355,15 +378,16 @@ _PLANNED_GRADIENTS = {
     "dq dk dv": "given if runs will give ones with other strides than fresh arrays have.",
     "dsinks": ": likewise; with sinks alone.",
     "dbias": "given if runs will give one.",
+    "dtensors": "given if runs will give ones.",
 }
 _NEW_QUERIES = _rows(
     ("q", "tensor", REQUIRED, "``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``."),
 )
 _APPEND = _NEW_LENGTHS + _TABLES + _ROTARY + _ROTATED + _MASK
 _APPEND_ATTENTION = (
-    _NEW_LENGTHS + _ROTARY + _MASK + _SCORES + _less("cu_seqlens_k seqused_k", _LENGTHS) + _CACHE + _HOW
+    _NEW_LENGTHS + _ROTARY + _MASK + _SCORES + _EXPRESSIONS + _less("cu_seqlens_k seqused_k", _LENGTHS) + _CACHE + _HOW
 )
-_OF_SCORES = _MASK + _SCORES + _LENGTHS + _less("prefix_groups prefix_lens", _CACHE)
+_OF_SCORES = _MASK + _SCORES + _EXPRESSIONS + _LENGTHS + _less("prefix_groups prefix_lens", _CACHE)
 _WORKSPACE = _rows(
     (
         "workspace", "tensor", None,
@@ -373,7 +397,7 @@ _WORKSPACE = _rows(
 )  # fmt: skip
 _LSE = _rows(("lse", "result", None, "where to write; only where the plan has ``return_lse``."))
 _BACKWARD = _rows(("backward", "bool", False, "the plan of :func:`attention_backward`."))
-_OF_RUNS = {*sum(OPTIONAL.values(), ()), "seed", "offset"}
+_OF_RUNS = {*sum(OPTIONAL.values(), ()), "seed", "offset", "tensors"}
 
 
 def _of_run(*groups):
@@ -383,9 +407,10 @@ def _of_run(*groups):
 
 # Arguments that fulgur.torch and fulgur.jax lack: random numbers, threads, devices and streams are those of PyTorch
 # and of XLA.
+_OF_EXPRESSIONS = " score_mod mask_mod tensors"
 _OF_CODES = " q_descale k_descale v_descale k_zero_point v_zero_point"
-_TORCHS = "seed offset rng_state threads engine out stream" + _OF_CODES
-_JAXS = "rng_state threads engine out stream" + _OF_CODES
+_TORCHS = "seed offset rng_state threads engine out stream" + _OF_CODES + _OF_EXPRESSIONS
+_JAXS = "rng_state threads engine out stream" + _OF_CODES + _OF_EXPRESSIONS
 _OF_TORCH = {
     "alibi_slopes": "; gets no gradient.",
     "dropout_p": "0 <= p < 1; the random numbers come from PyTorch's generator of q's device.",
@@ -448,13 +473,13 @@ FUNCTIONS = {
     "torch.attention": Function(_QKV, _less(_TORCHS, _EVERY_OPTION, _RETURN_LSE), "", _OF_TORCH),
     "torch.append": Function(_NEW_ROWS, _APPEND, "fulgur.append"),
     "torch.append_attention": Function(
-        _NEW_QUERIES + _NEW_ROWS, _APPEND_ATTENTION + _RETURN_LSE, "fulgur.append_attention"
+        _NEW_QUERIES + _NEW_ROWS, _less(_OF_EXPRESSIONS, _APPEND_ATTENTION) + _RETURN_LSE, "fulgur.append_attention"
     ),
     "torch.scores": Function(_QKV[:2], _STAGE + _OF_SCORES, "fulgur.scores"),
     "jax.attention": Function(_QKV, _less(_JAXS, _EVERY_OPTION, _RETURN_LSE), "", _OF_JAX),
     "jax.append": Function(_NEW_ROWS, _less("q_out", _APPEND), "fulgur.append"),
     "jax.append_attention": Function(
-        _NEW_QUERIES + _NEW_ROWS, _APPEND_ATTENTION + _RETURN_LSE, "fulgur.append_attention"
+        _NEW_QUERIES + _NEW_ROWS, _less(_OF_EXPRESSIONS, _APPEND_ATTENTION) + _RETURN_LSE, "fulgur.append_attention"
     ),
 }  # fmt: skip
 _KEYWORDS = {name: frozenset(function.names()) for name, function in FUNCTIONS.items()}

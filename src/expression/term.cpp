@@ -424,6 +424,10 @@ TensorSymbol::TensorSymbol(std::string name, DType dtype, int rank)
   if (name_.empty() || !begins(name_[0]) || !std::ranges::all_of(name_, goes_on)) {
     fail("tensors", "got the name \"{}\", want [a-z_][a-z0-9_]*", name_);
   }
+  if (dtype_ > DType::kBool) {
+    fail("tensors", "{}: got {}, want f32, bf16, f16, f64, i32, i64 or bool", name_,
+         fulgur::name_of(dtype_));
+  }
   if (rank_ < 1 || rank_ > ConstTensor::kMaxRank) {
     fail("tensors", "{}: got rank {}, want 1 to {}", name_, rank_, ConstTensor::kMaxRank);
   }

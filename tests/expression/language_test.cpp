@@ -238,6 +238,8 @@ TEST(Terms, OfManyOperationsOrNamesAreRefusedByNumber) {
             "expression: t: got f32 of rank 1 and f16 of rank 1, want one tensor of that name");
   EXPECT_EQ(message_of([] { TensorSymbol("T", DType::kF32, 1); }),
             "tensors: got the name \"T\", want [a-z_][a-z0-9_]*");
+  EXPECT_EQ(message_of([] { TensorSymbol("t", DType::kU8, 1); }),
+            "tensors: t: got u8, want f32, bf16, f16, f64, i32, i64 or bool");
   EXPECT_EQ(message_of([] { Expr() + 1; }), "expression: +: got an empty Expr for an operand");
 }
 

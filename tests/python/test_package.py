@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fulgur
-from fulgur import _fulgur
+from fulgur import _expressions, _fulgur
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -33,6 +33,7 @@ FUNCTIONS = [
     "attention_backward",
     "engines",
     "explain",
+    "expression",
     "install_as",
     "merge",
     "plan",
@@ -75,10 +76,11 @@ def test_extras():
         assert re.fullmatch(rf"{package}[<>=.,0-9]+", requirement), requirement
 
 
-# What calls of another library do not take: it says that itself, or has it in another way.
+# What calls of another library do not take: it says that itself, or has it in another way, or lacks it.
+EXPRESSIONS = {"score_mod", "mask_mod", "tensors"}
 ELSEWHERE = {
-    "torch": {"seed", "offset", "rng_state", "threads", "engine", "out", "stream"},
-    "jax": {"rng_state", "threads", "engine", "out", "stream"},
+    "torch": {"seed", "offset", "rng_state", "threads", "engine", "out", "stream", *EXPRESSIONS},
+    "jax": {"rng_state", "threads", "engine", "out", "stream", *EXPRESSIONS},
 }
 # What scales codes, which are tensors of neither: caches of codes are Quantized, which bring their scales.
 DESCALES = {"q_descale", "k_descale", "v_descale", "k_zero_point", "v_zero_point"}
@@ -150,7 +152,7 @@ def functions_of(body, owner):
 
 # Those of each module, and of its classes.
 STUBS = {
-    "fulgur": {*FUNCTIONS, "run", "dequantize", "explain", "details", "workspace"},
+    "fulgur": {*FUNCTIONS, *_expressions.FUNCTIONS, "astype", "run", "dequantize", "explain", "details", "workspace"},
     "fulgur.torch": {"append", "append_attention", "attention", "scores"},
     "fulgur.jax": {"append", "append_attention", "attention", "dot_product_attention"},
 }

@@ -1,8 +1,9 @@
+from collections.abc import Mapping
 from typing import Literal, overload
 
 from torch import Tensor
 
-from fulgur import _Indices, _Stage
+from fulgur import _Expression, _Indices, _Stage
 
 __all__ = [
     "append",
@@ -397,6 +398,9 @@ def scores(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
     max_seqlen_q: int = 0,
@@ -416,8 +420,9 @@ def scores(
 
     Args:
         q, k, stage, rows, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
-            cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k, page_table,
-            page_indptr, cache_batch_idx, leftpad_k, tree_mask: as for :func:`fulgur.scores`.
+            score_mod, mask_mod, tensors, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask: as for
+            :func:`fulgur.scores`.
 
     Returns:
         A fresh tensor, float32 (float64 where q is), ``(batch, hq, sq, sk)``, or with ``rows`` of so many queries.
