@@ -52,6 +52,7 @@ class Options(Struct):
         *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
         *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
         *fields("max_workspace", "chunk", of=ctypes.c_int64), *fields("top_left", of=ctypes.c_int),
+        *fields("score_mod", "mask_mod", of=ctypes.c_char_p),
     ]
 
 
@@ -79,12 +80,14 @@ class NewRows(Struct):
 
 class ForwardArgs(Struct):
     _fields_ = [*SIZE, *fields("q", "k", "v", "out", "lse", "alibi_slopes", "rng_state", "sinks", "tree_mask",
-                               "lengths", "cache", "shared_prefix", "append", "bias", "descales")]
+                               "lengths", "cache", "shared_prefix", "append", "bias", "descales", "tensors"),
+                ("tensor_count", ctypes.c_size_t)]
 
 
 class BackwardArgs(Struct):
     _fields_ = [*SIZE, *fields("dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv", "alibi_slopes", "rng_state",
-                               "sinks", "dlse", "dsinks", "lengths", "bias", "dbias")]
+                               "sinks", "dlse", "dsinks", "lengths", "bias", "dbias", "tensors"),
+                ("tensor_count", ctypes.c_size_t)]
 
 
 class AppendArgs(Struct):

@@ -51,6 +51,9 @@ typedef struct fulgur_options {
   int64_t max_workspace;  ///< bytes that a plan may want besides the tensors; 0 = any number
   int64_t chunk;          ///< a query sees the keys of its chunk of so many alone; 0 = off
   int top_left;           ///< query 0 is at key 0; 0: the last query is at the last key
+  /// What scores become, and which keys a query sees, as text (docs/expressions.md), which may
+  /// index the tensors of the call; null = they stay, all that the mask shows.
+  const char *score_mod, *mask_mod;
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows
@@ -94,6 +97,15 @@ typedef struct fulgur_descales {
   const DLTensor *k_zero_point, *v_zero_point;
   const char *k_format, *v_format;  ///< of bytes: "int4", "q8_0", ...; null = as the dtype says
 } fulgur_descales;
+
+/// A tensor that the expressions of the options index (fulgur::TensorBinding): all 0 but
+/// struct_size, then what you need. Calls take an array of them.
+typedef struct fulgur_tensor_binding {
+  size_t struct_size;      ///< sizeof(fulgur_tensor_binding), the same in all of an array
+  const char* name;        ///< as the expressions have it, [a-z_][a-z0-9_]*
+  const DLTensor* tensor;  ///< f32, bf16, f16, f64, i32, i64 or bool, of 1 to 4 dimensions
+  const DLTensor* grad;    ///< backward, written: its gradient, f32 or its dtype; may be null
+} fulgur_tensor_binding;
 
 /// What rotates new keys, and queries with them (fulgur::Rotary).
 typedef struct fulgur_rotary {
@@ -139,7 +151,9 @@ typedef struct fulgur_forward_args {
   const fulgur_new_rows* append;
   const DLTensor* bias;  ///< (batch, hq, sq, sk), each may be 1: added to the scores, -inf hides;
                          ///< or bool: true is seen
-  const fulgur_descales* descales;  ///< of codes in q, k and v
+  const fulgur_descales* descales;       ///< of codes in q, k and v
+  const fulgur_tensor_binding* tensors;  ///< those that expressions index
+  size_t tensor_count;
 } fulgur_forward_args;
 
 /// Tensors of the backward pass (fulgur::BackwardArgs), likewise.
@@ -155,6 +169,8 @@ typedef struct fulgur_backward_args {
   const fulgur_var_len* lengths;
   const DLTensor* bias;   ///< as in fulgur_forward_args
   const DLTensor* dbias;  ///< written: in the shape of bias, f32 or its dtype; may be null
+  const fulgur_tensor_binding* tensors;  ///< those that expressions index
+  size_t tensor_count;
 } fulgur_backward_args;
 
 /// What else may change from call to call (fulgur::Run): all 0 but struct_size, then what you need.
@@ -296,7 +312,9 @@ typedef struct fulgur_scores_args {
   const DLTensor *alibi_slopes, *sinks, *tree_mask, *bias;  ///< as in fulgur_forward_args
   const fulgur_var_len* lengths;
   const fulgur_kv_cache* cache;
-  int stage;  ///< a fulgur_score_stage
+  int stage;                             ///< a fulgur_score_stage
+  const fulgur_tensor_binding* tensors;  ///< those that expressions index
+  size_t tensor_count;
 } fulgur_scores_args;
 
 /// scores <- the scores or the probabilities of attention (scores.h). `options` and `run` may be

@@ -6,11 +6,14 @@
 #include <cstddef>
 #include <cstring>
 #include <new>
+#include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "api/c_struct.h"
 #include "call/tensors.h"
+#include "expression/graph.h"
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/cuda.h"
@@ -26,7 +29,8 @@ struct fulgur_plan {
 namespace {
 
 using fulgur::AppendArgs, fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
-using fulgur::ConstTensor, fulgur::Tensor;
+using fulgur::ConstTensor, fulgur::Expr, fulgur::Tensor, fulgur::TensorBinding,
+    fulgur::TensorSymbol;
 using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
 using fulgur::ScoresArgs, fulgur::ScoreStage, fulgur::Status;
 
@@ -80,6 +84,8 @@ template <>
 constexpr size_t kMinTensors<fulgur_new_rows> = offsetof(fulgur_new_rows, k_cache_descale);
 template <>
 constexpr size_t kMinTensors<fulgur_backward_args> = offsetof(fulgur_backward_args, bias);
+template <>
+constexpr size_t kMinTensors<fulgur_scores_args> = offsetof(fulgur_scores_args, tensors);
 
 template <class T>
 T read_tensor(const DLTensor* given, const char* name, bool must) {
@@ -97,9 +103,9 @@ static_assert(kPointers<fulgur_shared_prefix> == fulgur::kSharedPrefixTensors);
 static_assert(kPointers<fulgur_rotary> == fulgur::kRotaryTensors + 1);
 static_assert(kPointers<fulgur_new_rows> == fulgur::kNewRowsTensors + 3);
 static_assert(kPointers<fulgur_descales> == fulgur::kDescalesTensors + 2);
-static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 5);
-static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 1);
-static_assert(kPointers<fulgur_scores_args> == fulgur::kScoresTensors + 3);
+static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 7);
+static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 3);
+static_assert(kPointers<fulgur_scores_args> == fulgur::kScoresTensors + 5);
 static_assert(kPointers<fulgur_append_args> == fulgur::kAppendTensors + 2);
 
 /// A struct of the caller's, all 0 where it is not given.
@@ -153,6 +159,27 @@ void read_format(const char* format, const char* name, T& t) {
   if (format != nullptr) t = t.as(fulgur::format_named(format), name);
 }
 
+std::vector<TensorBinding> convert(const fulgur_tensor_binding* given, size_t count) {
+  constexpr size_t kMax = fulgur::expression::kMaxTensors;
+  if (count > kMax) fail("tensor_count", "got {}, want at most {}", count, kMax);
+  std::vector<TensorBinding> to;
+  const auto* at = reinterpret_cast<const unsigned char*>(given);
+  for (size_t i = 0; i < count; ++i) {
+    const auto name_of = [&](const char* field) { return fmt::format("tensors[{}]{}", i, field); };
+    const auto* element = reinterpret_cast<const fulgur_tensor_binding*>(at);
+    const auto from = read_struct(name_of("").c_str(), element, kMinTensors<fulgur_tensor_binding>);
+    if (from.struct_size != given->struct_size) {
+      fail(name_of("").c_str(), "struct_size is {}, want {} as that of tensors[0]",
+           from.struct_size, given->struct_size);
+    }
+    if (from.name == nullptr) fail(name_of(".name").c_str(), "got null, want a name");
+    to.push_back({from.name, read_tensor<ConstTensor>(from.tensor, from.name, true),
+                  read_tensor<Tensor>(from.grad, from.name, false)});
+    at += from.struct_size;
+  }
+  return to;
+}
+
 fulgur::Rotary convert(const fulgur_rotary* given) {
   const auto from = optional("rotary", given);
   constexpr bool all = true;
@@ -196,6 +223,7 @@ ForwardArgs convert(const fulgur_forward_args* given) {
   read_format(descales.k_format, "k", to.k);
   read_format(descales.v_format, "v", to.v);
   if (from.append != nullptr) to.append = convert(from.append, "append");
+  to.tensors = convert(from.tensors, from.tensor_count);
   return to;
 }
 
@@ -205,6 +233,7 @@ BackwardArgs convert(const fulgur_backward_args* given) {
   BackwardArgs to;
   FULGUR_BACKWARD_TENSORS(FULGUR_READ)
   to.lengths = convert(from.lengths);
+  to.tensors = convert(from.tensors, from.tensor_count);
   return to;
 }
 
@@ -218,6 +247,7 @@ ScoresArgs convert(const fulgur_scores_args* given) {
   FULGUR_SCORES_TENSORS(FULGUR_READ)
   to.lengths = convert(from.lengths);
   to.cache = convert(from.cache);
+  to.tensors = convert(from.tensors, from.tensor_count);
   to.stage = static_cast<ScoreStage>(from.stage);
   return to;
 }
@@ -246,10 +276,31 @@ fulgur_options defaults() {
   return options;
 }
 
-Options convert(const fulgur_options* given) {
+/// A text of the options, in a call with these tensors.
+Expr read_expression(const char* name, const char* text, std::span<const TensorBinding> tensors) {
+  if (text == nullptr) return {};
+  std::vector<TensorSymbol> symbols;
+  for (const TensorBinding& b : tensors) {
+    symbols.emplace_back(b.name, b.tensor.dtype, b.tensor.rank);
+  }
+  try {
+    return fulgur::parse_expression(text, symbols);
+  } catch (const fulgur::Error& error) {
+    constexpr std::string_view kOf = "expression: ";
+    const std::string_view words = error.what();
+    fail(name, "{}", words.starts_with(kOf) ? words.substr(kOf.size()) : words);
+  }
+}
+
+/// `tensors`: those that expressions index; without them a call has no expressions.
+Options convert(const fulgur_options* given, const std::vector<TensorBinding>* tensors = nullptr) {
   const fulgur_options o =
       given == nullptr ? defaults() : read_struct("options", given, kMinOptions, defaults());
   Options options;
+  if (tensors != nullptr) {
+    options.score_mod = read_expression("score_mod", o.score_mod, *tensors);
+    options.mask_mod = read_expression("mask_mod", o.mask_mod, *tensors);
+  }
   options.mask = {o.window_left, o.window_right, o.chunk, o.top_left != 0};
   if (o.scale != nullptr) options.scale = *o.scale;
   options.softcap = o.softcap;
@@ -289,7 +340,8 @@ fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_
   return guarded([&] {
     if (plan == nullptr) fail("plan", "got null, want where to put it");
     *plan = nullptr;
-    *plan = new fulgur_plan{fulgur::plan(convert(args), convert(options))};
+    const auto call = convert(args);
+    *plan = new fulgur_plan{fulgur::plan(call, convert(options, &call.tensors))};
   });
 }
 
@@ -297,8 +349,9 @@ template <class Args>
 fulgur_status prewarm(const Args* args, const fulgur_options* options, const char* folder,
                       int* compiled, int* present) {
   return guarded([&] {
-    const fulgur::cuda::Prewarmed done =
-        fulgur::cuda::prewarm(convert(args), convert(options), folder == nullptr ? "" : folder);
+    const auto call = convert(args);
+    const fulgur::cuda::Prewarmed done = fulgur::cuda::prewarm(
+        call, convert(options, &call.tensors), folder == nullptr ? "" : folder);
     if (compiled != nullptr) *compiled = done.compiled;
     if (present != nullptr) *present = done.present;
   });
@@ -309,8 +362,9 @@ fulgur_status tune(const Args* args, const fulgur_options* options, const fulgur
                    char* text, size_t size, size_t* length) {
   return guarded([&] {
     std::string lines;
+    const auto call = convert(args);
     for (const fulgur::cuda::TileTime& tile :
-         fulgur::cuda::tune(convert(args), convert(options), convert(run)).tiles) {
+         fulgur::cuda::tune(call, convert(options, &call.tensors), convert(run)).tiles) {
       lines += fmt::format("{} {} {} {}\n", tile.family, tile.Br, tile.Bc, tile.microseconds);
     }
     give_text(lines, text, size, length);
@@ -332,12 +386,18 @@ fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
 
 fulgur_status fulgur_forward(const fulgur_forward_args* args, const fulgur_options* options,
                              const fulgur_run* run) {
-  return guarded([&] { fulgur::forward(convert(args), convert(options), convert(run)); });
+  return guarded([&] {
+    const auto call = convert(args);
+    fulgur::forward(call, convert(options, &call.tensors), convert(run));
+  });
 }
 
 fulgur_status fulgur_backward(const fulgur_backward_args* args, const fulgur_options* options,
                               const fulgur_run* run) {
-  return guarded([&] { fulgur::backward(convert(args), convert(options), convert(run)); });
+  return guarded([&] {
+    const auto call = convert(args);
+    fulgur::backward(call, convert(options, &call.tensors), convert(run));
+  });
 }
 
 fulgur_status fulgur_plan_forward(const fulgur_forward_args* args, const fulgur_options* options,
@@ -463,7 +523,10 @@ fulgur_status fulgur_append(const fulgur_append_args* args, const fulgur_options
 
 fulgur_status fulgur_scores(const fulgur_scores_args* args, const fulgur_options* options,
                             const fulgur_run* run) {
-  return guarded([&] { fulgur::scores(convert(args), convert(options), convert(run)); });
+  return guarded([&] {
+    const auto call = convert(args);
+    fulgur::scores(call, convert(options, &call.tensors), convert(run));
+  });
 }
 
 fulgur_status fulgur_quantize(const fulgur_quantize_args* args, const fulgur_options* options) {

@@ -247,11 +247,36 @@ constexpr DLDataType kF32 = kDTypes[0], kF64 = kDTypes[3], kI32 = kDTypes[4];
 constexpr DLDataType kI64 = {kDLInt, 64, 1};
 constexpr DLDataType kBool = {6, 8, 1};  // kDLBool, which older DLPack headers lack
 
+constexpr const char* kTexts[] = {
+    "",
+    "score + pair[h, k]",
+    "delta <= 0",
+    "doc[b, q] == doc[b, k]",
+    "30.0 * tanh(score / 30.0)",
+    "select(k < 3, score * pair[h % 3, doc[b, k]], -inf)",
+    "t1 = score + 1; t1 * sigmoid(t1) / pair[hk, q + k]",
+    "doc[b, k] // 2 % 3 != q >> 1 || bit(doc[b, q], k & 31)",
+    "score + pair[h, t5_bucket(delta, 32, 128)]",
+    "score == score",
+    "pair[0]",
+};
+/// What texts are made of.
+constexpr const char* kTokens[] = {
+    "score",      "q",     "k",    "b",      "h",    "delta",   "sk",   "pair[",   "doc[",
+    "]",          ", ",    "(",    ")",      "+",    "-",       "*",    "/",       "//",
+    "%",          "<",     "<=",   "==",     "!=",   "&&",      "||",   "!",       "&",
+    "|",          "^",     "<<",   ">>",     "1",    "0",       "-7",   "0.5",     "inf",
+    "nan",        "true",  "31",   "tanh(",  "min(", "select(", "exp(", "to_int(", "t5_bucket(",
+    "bit(",       "pow(",  "abs(", "clamp(", "x = ", "; ",      "log(", "rsqrt(",  "32, 128",
+    "9999999999", "1e400", " ",    "$",      "\x80",
+};
+
 void fuzz(Reader& in) {
-  enum { kForward, kBackward, kMerge, kAppend };
+  enum { kForward, kBackward, kMerge, kAppend, kScores };
   const uint8_t first = in.byte();
-  const int what = first % 4, how = first / 4;
+  const int how = first / 4;
   const uint8_t second = in.byte();
+  const int what = second >= 240 ? kScores : first % 4;
   const DLDataType dtype = kDTypes[second % 5];
   const int sinks = second / 5 % 3;  // none, given, their gradient wanted
   const bool tree = second / 15 % 2 != 0, prefixes = second / 30 % 2 != 0;
@@ -262,7 +287,8 @@ void fuzz(Reader& in) {
   const int64_t d = in.size(1, 4, 40), dv = in.size(1, 4, 40);
   const uint8_t flags = in.byte();
   const bool packed = flags & 1;
-  const int cache = what == kForward || what == kAppend ? how & kBatchRows : 0;
+  const bool may_cache = what == kForward || what == kAppend || what == kScores;
+  const int cache = may_cache ? how & kBatchRows : 0;
   const bool pages = cache == kPageTable || cache == kPageLists;
   const auto rows = [&](int64_t n, int64_t heads, int64_t dim) {
     return packed ? Owned(dtype, {batch * n, heads, dim}) : Owned(dtype, {batch, n, heads, dim});
@@ -273,7 +299,7 @@ void fuzz(Reader& in) {
   };
 
   std::vector<Owned> o;
-  o.reserve(28);
+  o.reserve(40);
   enum {
     kQ,
     kK,
@@ -304,6 +330,11 @@ void fuzz(Reader& in) {
     kPrefixLens,
     kBias,
     kDbias,
+    kPair,
+    kDpair,
+    kDoc,
+    kScoresOut,
+    kRows,
     kCount
   };
   const auto keys = [&](int64_t dim) {
@@ -343,13 +374,19 @@ void fuzz(Reader& in) {
   o.emplace_back(kI32, std::vector<int64_t>{1});
   o.push_back(flags & 2 ? Owned(kF32, {batch, hq, sq, sk}) : Owned(kBool, {1, 1, sq, sk}));
   o.emplace_back(kF32, std::vector<int64_t>{batch, hq, sq, sk});
+  o.emplace_back(flags & 2 ? kF32 : dtype, std::vector<int64_t>{hq, sk});
+  o.emplace_back(kF32, std::vector<int64_t>{hq, sk});
+  o.emplace_back(kI32, std::vector<int64_t>{batch, sk});
+  const int64_t longest_k = pages ? kIds * (1 + sk % kMaxPage) : sk;
+  o.emplace_back(lse_dtype, std::vector<int64_t>{batch, hq, flags & 16 ? 2 : sq, longest_k});
+  o.emplace_back(kI64, std::vector<int64_t>{2});
   o[kCuQ].is_null = !packed;
   o[kCuK].is_null = !packed || (cache != 0 && !appends);
   o[kUsed].is_null = !(flags & 4) && !pages && !appends;
   o[kTable].is_null = !pages;
   o[kIndptr].is_null = cache != kPageLists;
   o[kIndex].is_null = cache != kBatchRows;
-  o[kLeftpad].is_null = (what != kForward && what != kAppend) || (how & kLeftPadded) == 0;
+  o[kLeftpad].is_null = !may_cache || (how & kLeftPadded) == 0;
   o[kCos].is_null = o[kSin].is_null = !(flags & 8);
   o[kSlopes].is_null = !(flags & 8);
   o[kSinks].is_null = sinks == 0;
@@ -372,10 +409,14 @@ void fuzz(Reader& in) {
   Newer<fulgur_var_len> var_len;
   Newer<fulgur_kv_cache> kv_cache;
   Newer<fulgur_shared_prefix> shared_prefix;
+  Newer<fulgur_scores_args> scores_args;
   fulgur_options& options = newer_options.known;
   fulgur_run& run = newer_run.known;
   fulgur_options_init(&options, sizeof options);
   double scale = 0.5;
+  std::string texts[2];   // of score_mod and mask_mod
+  int given_tensors = 0;  // bits: pair, doc, the gradient of pair
+  bool odd_binding = false;
   const char* const engines[] = {"", "cpu", "reference", "cuda", "none", nullptr};
   for (int changes = in.byte() % 6; changes > 0; --changes) {
     switch (in.byte() % 16) {
@@ -437,6 +478,7 @@ void fuzz(Reader& in) {
                 if (what == kForward) forward_args.change(in);
                 if (what == kBackward) backward_args.change(in);
                 if (what == kAppend) append_args.change(in);
+                if (what == kScores) scores_args.change(in);
             }
             break;
         }
@@ -447,6 +489,17 @@ void fuzz(Reader& in) {
         if (in.byte() & 1) options.max_workspace = in.wild();
         if (in.byte() & 1) options.chunk = in.wild();
         options.top_left = in.byte() & 1;
+        break;
+      case 11:
+        given_tensors = in.byte();
+        odd_binding = given_tensors >= 248;
+        for (std::string& text : texts) {
+          const uint8_t which = in.byte();
+          if (which < std::size(kTexts)) text = kTexts[which];
+          for (int n = which >= 128 ? which - 128 : 0; n > 0; --n) {
+            text += kTokens[in.byte() % std::size(kTokens)];
+          }
+        }
         break;
       default:
         change(o[in.byte() % kCount], in);
@@ -468,6 +521,7 @@ void fuzz(Reader& in) {
     fill_ints(o[kLeftpad], in, wild_ints, 0);
     lengths.insert(lengths.end(), {&o[kTable], &o[kIndptr], &o[kIndex], &o[kLeftpad]});
   }
+  fill_ints(o[kRows], in, wild_ints, 0);
   fill_ints(o[kUsedQ], in, wild_ints, 1);
   lengths.push_back(&o[kUsedQ]);
   if (prefixes) {
@@ -491,12 +545,30 @@ void fuzz(Reader& in) {
   angles = {angles.struct_size, p[kCos], p[kSin], what == kAppend ? p[kLeftpad] : nullptr,
             flags & 4};
   fulgur_new_rows& added = new_rows.known;
-  added = {added.struct_size, p[kK], p[kV], p[kDk], p[kDv], p[kCuK], p[kUsed], &angles};
+  added = {added.struct_size, p[kK],   p[kV],   p[kDk],  p[kDv],  p[kCuK], p[kUsed],
+           &angles,           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 
+  // The tensors of expressions, side by side, and room for the last one to be longer.
+  std::vector<fulgur_tensor_binding> bindings;
+  const auto bind = [&](const char* name, int tensor, const DLTensor* grad) {
+    bindings.push_back({sizeof(fulgur_tensor_binding), name, p[tensor], grad});
+  };
+  const bool differentiates = what == kBackward && (given_tensors & 4) != 0;
+  if (given_tensors & 1) bind("pair", kPair, differentiates ? p[kDpair] : nullptr);
+  if (given_tensors & 2) bind("doc", kDoc, nullptr);
+  const size_t binding_count = odd_binding ? in.byte() : bindings.size();
+  bindings.resize(8);
+  if (odd_binding) {
+    bindings[in.byte() % 3].struct_size = in.byte() % (sizeof(fulgur_tensor_binding) + 17);
+    bindings[in.byte() % 3].name = kTokens[in.byte() % std::size(kTokens)];
+  }
+  options.score_mod = texts[0].empty() ? nullptr : texts[0].c_str();
+  options.mask_mod = texts[1].empty() ? nullptr : texts[1].c_str();
   if (what == kForward) {
     fulgur_forward_args& args = forward_args.known;
-    args = {args.struct_size, p[kQ],    p[kK], p[kV],   p[kOut], p[kLse], p[kSlopes], p[kRng],
-            p[kSinks],        p[kTree], &lens, &tables, &prefix, nullptr, p[kBias]};
+    args = {args.struct_size, p[kQ],   p[kK],     p[kV],    p[kOut],         p[kLse],
+            p[kSlopes],       p[kRng], p[kSinks], p[kTree], &lens,           &tables,
+            &prefix,          nullptr, p[kBias],  nullptr,  bindings.data(), binding_count};
     const fulgur_options* given = flags & 64 ? nullptr : &options;
     std::vector<Owned*> outputs = {&o[kOut], &o[kLse]};
     if (fused) {
@@ -514,16 +586,36 @@ void fuzz(Reader& in) {
     }
   } else if (what == kBackward) {
     fulgur_backward_args& args = backward_args.known;
-    args = {args.struct_size, p[kDout], p[kQ],      p[kK],  p[kV],      p[kOut],
-            p[kLse],          p[kDq],   p[kDk],     p[kDv], p[kSlopes], p[kRng],
-            p[kSinks],        p[kDlse], p[kDsinks], &lens,  p[kBias],   p[kDbias]};
-    const std::vector<Owned*> outputs = {&o[kDq], &o[kDk], &o[kDv], &o[kDsinks], &o[kDbias]};
+    args = {args.struct_size, p[kDout],     p[kQ],      p[kK],  p[kV],      p[kOut],
+            p[kLse],          p[kDq],       p[kDk],     p[kDv], p[kSlopes], p[kRng],
+            p[kSinks],        p[kDlse],     p[kDsinks], &lens,  p[kBias],   p[kDbias],
+            bindings.data(),  binding_count};
+    const std::vector<Owned*> outputs = {&o[kDq],     &o[kDk],    &o[kDv],
+                                         &o[kDsinks], &o[kDbias], &o[kDpair]};
     if (how & kPlan) {
       plan_and_run(args, &options, newer_run, how, outputs, all, lengths, in, fulgur_plan_backward,
                    fulgur_plan_run_backward);
     } else {
       check(fulgur_backward(&args, &options, &run), outputs);
     }
+  } else if (what == kScores) {
+    fulgur_scores_args& args = scores_args.known;
+    const int stage = fill % 16 < 4 ? fill % 16 : fill == 255 ? -1 : FULGUR_SCORES_PROBABILITIES;
+    args = {args.struct_size,
+            p[kQ],
+            p[kK],
+            p[kScoresOut],
+            flags & 16 ? p[kRows] : nullptr,
+            p[kSlopes],
+            p[kSinks],
+            p[kTree],
+            p[kBias],
+            &lens,
+            &tables,
+            stage,
+            bindings.data(),
+            binding_count};
+    check(fulgur_scores(&args, flags & 64 ? nullptr : &options, &run), {&o[kScoresOut]});
   } else if (what == kAppend) {
     fulgur_append_args& args = append_args.known;
     const bool queries = !o[kCos].is_null && (flags & 16) == 0;

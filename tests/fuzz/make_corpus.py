@@ -173,23 +173,33 @@ def c_api_seeds():
         ) + b"\x3c" + struct.pack("<12i", 0, 3, 0, 2, 2, 3, 1, -1, 0, 3, 1, 7)
     # Change 9 is to a struct: which (options, run, args), its size, a byte after it.
     yield "options_of_a_pointer", call(changes=[bytes([9, 0, 8, 0, 0])])
-    yield "options_newer", call(changes=[bytes([9, 0, 112, 0, 0])])
-    yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 112, 0, 1])])
+    yield "options_newer", call(changes=[bytes([9, 0, 136, 0, 0])])
+    yield "options_newer_than_the_library", call(changes=[bytes([9, 0, 136, 0, 1])])
     yield "run_newer", call(changes=[bytes([9, 1, 56, 0, 0])], how=PLAN)
-    yield "args_newer", call(changes=[bytes([9, 2, 144, 8, 1])])
-    yield "args_short", call(changes=[bytes([9, 2, 72, 0, 0])], how=PLAN)
-    yield "args_of_half_a_pointer", call(changes=[bytes([9, 2, 84, 0, 0])])
-    # Change 11 is to a tensor: its index, the field, the value.
-    yield "null_q", call(changes=[bytes([11, 0, 0])])
-    yield "rank_of_k", call(changes=[bytes([11, 1, 1, 3])])
-    yield "wild_shape", call(changes=[bytes([11, 2, 2, 1, 8])])
-    yield "wild_stride", call(changes=[bytes([11, 3, 3, 2, 5])])
-    yield "doubled_strides", call(changes=[bytes([11, 0, 4, 2, 2, 2, 1, 1, 1, 1, 1])])
-    yield "lanes", call(changes=[bytes([11, 4, 7, 4])])
-    yield "cuda", call(changes=[bytes([11, 0, 8, 2, 0])])
-    yield "misaligned", call(changes=[bytes([11, 3, 9, 1])])
+    yield "args_newer", call(changes=[bytes([9, 2, 5, 152, 8, 1])])
+    yield "args_short", call(changes=[bytes([9, 2, 5, 72, 0, 0])], how=PLAN)
+    yield "args_of_half_a_pointer", call(changes=[bytes([9, 2, 5, 84, 0, 0])])
+    # Change 12 is to a tensor: its index, the field, the value.
+    yield "null_q", call(changes=[bytes([12, 0, 0])])
+    yield "rank_of_k", call(changes=[bytes([12, 1, 1, 3])])
+    yield "wild_shape", call(changes=[bytes([12, 2, 2, 1, 8])])
+    yield "wild_stride", call(changes=[bytes([12, 3, 3, 2, 5])])
+    yield "doubled_strides", call(changes=[bytes([12, 0, 4, 2, 2, 2, 1, 1, 1, 1, 1])])
+    yield "lanes", call(changes=[bytes([12, 4, 7, 4])])
+    yield "cuda", call(changes=[bytes([12, 0, 8, 2, 0])])
+    yield "misaligned", call(changes=[bytes([12, 3, 9, 1])])
     yield "nan_scale", call(changes=[b"\2" + struct.pack("<d", float("nan"))])
     yield "softcap", call(changes=[b"\3" + struct.pack("<d", 5.0)])
+    # Change 11 is to expressions: which tensors they have, score_mod, mask_mod: their numbers, or 128 and a number of
+    # tokens, and these. From dtype 240 on the call is of scores.
+    for name, what, dtype in [("forward", 0, 0), ("backward", 1, 0), ("bf16", 1, 2), ("scores", 0, 240)]:
+        for how in (0, PLAN):
+            for score, mask, tensors in [(1, 3, 7), (4, 2, 0), (5, 0, 3), (6, 7, 7), (8, 0, 5), (9, 10, 1)]:
+                yield f"expressions_{name}_{how}_{score}", call(
+                    what, dtype, batch=1, sq=4, sk=60, group=1, changes=[bytes([11, tensors, score, mask])], how=how
+                ) + b"\x3c"
+    yield "expressions_of_tokens", call(changes=[bytes([11, 0, 128 + 3, 0, 13, 1, 128 + 3, 1, 17, 2])]) + b"\x3c"
+    yield "expressions_of_odd_bindings", call(changes=[bytes([11, 251, 1, 3])]) + b"\x3c\2\1\x20\0\7"
     yield "reference", call(changes=[b"\5\2"])
     yield "window", call(changes=[b"\0\2", b"\1\2"])
     yield "threads", call(changes=[b"\6\3"])

@@ -24,7 +24,7 @@ VALUE(FULGUR_SCORES_PROBABILITIES, 3);
 
 #if defined(__LP64__)
 
-SIZE(fulgur_options, 112);
+SIZE(fulgur_options, 128);
 FIELD(fulgur_options, struct_size, 0, 8);
 FIELD(fulgur_options, window_left, 8, 8);
 FIELD(fulgur_options, window_right, 16, 8);
@@ -40,6 +40,8 @@ FIELD(fulgur_options, engine, 80, 8);
 FIELD(fulgur_options, max_workspace, 88, 8);
 FIELD(fulgur_options, chunk, 96, 8);
 FIELD(fulgur_options, top_left, 104, 4);
+FIELD(fulgur_options, score_mod, 112, 8);
+FIELD(fulgur_options, mask_mod, 120, 8);
 
 SIZE(fulgur_var_len, 40);
 FIELD(fulgur_var_len, struct_size, 0, 8);
@@ -102,7 +104,13 @@ FIELD(fulgur_quantize_args, zero_point, 32, 8);
 FIELD(fulgur_quantize_args, format, 40, 8);
 FIELD(fulgur_quantize_args, static_scale, 48, 4);
 
-SIZE(fulgur_forward_args, 128);
+SIZE(fulgur_tensor_binding, 32);
+FIELD(fulgur_tensor_binding, struct_size, 0, 8);
+FIELD(fulgur_tensor_binding, name, 8, 8);
+FIELD(fulgur_tensor_binding, tensor, 16, 8);
+FIELD(fulgur_tensor_binding, grad, 24, 8);
+
+SIZE(fulgur_forward_args, 144);
 FIELD(fulgur_forward_args, struct_size, 0, 8);
 FIELD(fulgur_forward_args, q, 8, 8);
 FIELD(fulgur_forward_args, k, 16, 8);
@@ -119,8 +127,10 @@ FIELD(fulgur_forward_args, shared_prefix, 96, 8);
 FIELD(fulgur_forward_args, append, 104, 8);
 FIELD(fulgur_forward_args, bias, 112, 8);
 FIELD(fulgur_forward_args, descales, 120, 8);
+FIELD(fulgur_forward_args, tensors, 128, 8);
+FIELD(fulgur_forward_args, tensor_count, 136, 8);
 
-SIZE(fulgur_backward_args, 144);
+SIZE(fulgur_backward_args, 160);
 FIELD(fulgur_backward_args, struct_size, 0, 8);
 FIELD(fulgur_backward_args, dout, 8, 8);
 FIELD(fulgur_backward_args, q, 16, 8);
@@ -139,6 +149,8 @@ FIELD(fulgur_backward_args, dsinks, 112, 8);
 FIELD(fulgur_backward_args, lengths, 120, 8);
 FIELD(fulgur_backward_args, bias, 128, 8);
 FIELD(fulgur_backward_args, dbias, 136, 8);
+FIELD(fulgur_backward_args, tensors, 144, 8);
+FIELD(fulgur_backward_args, tensor_count, 152, 8);
 
 SIZE(fulgur_run, 48);
 FIELD(fulgur_run, struct_size, 0, 8);
@@ -156,7 +168,7 @@ FIELD(fulgur_append_args, q, 24, 8);
 FIELD(fulgur_append_args, q_out, 32, 8);
 FIELD(fulgur_append_args, cu_seqlens_q, 40, 8);
 
-SIZE(fulgur_scores_args, 96);
+SIZE(fulgur_scores_args, 112);
 FIELD(fulgur_scores_args, struct_size, 0, 8);
 FIELD(fulgur_scores_args, q, 8, 8);
 FIELD(fulgur_scores_args, k, 16, 8);
@@ -169,6 +181,8 @@ FIELD(fulgur_scores_args, bias, 64, 8);
 FIELD(fulgur_scores_args, lengths, 72, 8);
 FIELD(fulgur_scores_args, cache, 80, 8);
 FIELD(fulgur_scores_args, stage, 88, 4);
+FIELD(fulgur_scores_args, tensors, 96, 8);
+FIELD(fulgur_scores_args, tensor_count, 104, 8);
 
 SIZE(fulgur_workspace_need, 32);
 FIELD(fulgur_workspace_need, struct_size, 0, 8);

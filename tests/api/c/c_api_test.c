@@ -338,6 +338,120 @@ static void device_memory(void) {
   }
 }
 
+/* Scores and masks by text: causal as the option is, a bias of keys with its gradient. */
+static void expressions(const fulgur_forward_args* given, const fulgur_backward_args* of_plain) {
+  float *out = given->out->data, *lse = given->lse->data, *q = given->q->data, *k = given->k->data,
+        *v = given->v->data, gate[kKeys] = {0.5f, -1, 2, 0}, dgate[kKeys];
+  int64_t gate_shape[] = {kKeys};
+  const DLTensor tg = tensor(gate, 1, gate_shape), tdg = tensor(dgate, 1, gate_shape);
+  double want[kRows * kDim], want_lse[kRows];
+  fulgur_options options;
+  CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
+  CHECK(options.score_mod == NULL && options.mask_mod == NULL);
+  options.mask_mod = "delta <= 0";
+  CHECK(fulgur_forward(given, &options, NULL) == FULGUR_OK);
+  expected(q, k, v, 1, want, want_lse);
+  for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
+  options.struct_size = offsetof(fulgur_options, score_mod); /* of a caller that has no texts */
+  CHECK(fulgur_forward(given, &options, NULL) == FULGUR_OK);
+  expected(q, k, v, 0, want, want_lse);
+  for (int n = 0; n < kRows * kDim; ++n) CHECK(near(out[n], want[n]));
+  options.struct_size = sizeof options;
+
+  /* d = 2: what q k^T / sqrt(2) + gate[k] makes is a third column of q and k. */
+  fulgur_tensor_binding binding = {
+      .struct_size = sizeof binding, .name = "gate", .tensor = &tg, .grad = NULL};
+  fulgur_forward_args args = *given;
+  args.tensors = &binding;
+  args.tensor_count = 1;
+  options.score_mod = "score + gate[k]";
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_OK);
+  double P[kRows][kKeys];
+  for (int i = 0; i < kRows; ++i) {
+    double sum = 0, value[kDim] = {0};
+    for (int j = 0; j < kKeys; ++j) {
+      const double s = (q[i * kDim] * k[j * kDim] + q[i * kDim + 1] * k[j * kDim + 1]) / sqrt(kDim);
+      P[i][j] = j <= i + kKeys - kRows ? exp(s + gate[j]) : 0;
+      sum += P[i][j];
+      for (int c = 0; c < kDim; ++c) value[c] += P[i][j] * v[j * kDim + c];
+    }
+    CHECK(near(lse[i], log(sum)));
+    for (int c = 0; c < kDim; ++c) CHECK(near(out[i * kDim + c], value[c] / sum));
+    for (int j = 0; j < kKeys; ++j) P[i][j] /= sum;
+  }
+
+  /* Probabilities, and the gradient: the sum of dS over the queries. */
+  float scores[kRows * kKeys];
+  int64_t scores_shape[] = {1, 1, kRows, kKeys};
+  const DLTensor ts = tensor(scores, 4, scores_shape);
+  const fulgur_scores_args of_scores = {.struct_size = sizeof of_scores,
+                                        .q = given->q,
+                                        .k = given->k,
+                                        .scores = &ts,
+                                        .stage = FULGUR_SCORES_PROBABILITIES,
+                                        .tensors = &binding,
+                                        .tensor_count = 1};
+  CHECK(fulgur_scores(&of_scores, &options, NULL) == FULGUR_OK);
+  for (int n = 0; n < kRows * kKeys; ++n) CHECK(near(scores[n], P[n / kKeys][n % kKeys]));
+  fulgur_backward_args gradient = *of_plain;
+  gradient.dlse = NULL;
+  binding.grad = &tdg;
+  gradient.tensors = &binding;
+  gradient.tensor_count = 1;
+  fulgur_plan* plan = NULL;
+  CHECK(fulgur_plan_backward(&gradient, &options, &plan) == FULGUR_OK);
+  CHECK(fulgur_plan_run_backward(plan, &gradient, NULL) == FULGUR_OK);
+  fulgur_plan_free(plan);
+  const float* dout = gradient.dout->data;
+  for (int j = 0; j < kKeys; ++j) {
+    double sum = 0;
+    for (int i = 0; i < kRows; ++i) {
+      for (int c = 0; c < kDim; ++c)
+        sum += P[i][j] * dout[i * kDim + c] * (v[j * kDim + c] - out[i * kDim + c]);
+    }
+    CHECK(near(dgate[j], sum));
+  }
+
+  /* Errors, by the names of the arguments. */
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "gradient of gate: given in the forward pass") == 0);
+  binding.grad = NULL;
+  CHECK(fulgur_forward(given, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strstr(fulgur_last_error(), "score_mod: at character 9, ") == fulgur_last_error());
+  CHECK(strstr(fulgur_last_error(), "want a tensor that is declared") != NULL);
+  options.mask_mod = "score < 0";
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strstr(fulgur_last_error(), "mask_mod: depends on the score") == fulgur_last_error());
+  options.mask_mod = "gate";
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "mask_mod: gate: got no indices of the tensor") == 0);
+  options.mask_mod = NULL;
+  args.tensor_count = 9;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "tensor_count: got 9, want at most 8") == 0);
+  args.tensor_count = 1;
+  binding.name = NULL;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "tensors[0].name: got null, want a name") == 0);
+  binding.name = "gate";
+  binding.tensor = NULL;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "gate: got null, want a tensor") == 0);
+  args.tensors = NULL;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "tensors[0]: got null, want a struct") == 0);
+  fulgur_tensor_binding two[3] = {{.struct_size = sizeof binding, .name = "gate", .tensor = &tg},
+                                  {.struct_size = 0, .name = "gate", .tensor = &tg}};
+  two[1].struct_size = 2 * sizeof binding; /* what is after it is 0 */
+  args.tensors = two;
+  args.tensor_count = 2;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strstr(fulgur_last_error(), "tensors[1]: struct_size is ") == fulgur_last_error());
+  two[1].struct_size = sizeof binding;
+  CHECK(fulgur_forward(&args, &options, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "gate: given twice") == 0);
+}
+
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED 1
 #elif defined(__has_feature)
@@ -592,6 +706,7 @@ int main(void) {
   CHECK(strstr(fulgur_last_error(), "abacus") != NULL);
   for (size_t n = 0; n < sizeof out; ++n) CHECK(((const char*)out)[n] == 0x7f);
 
+  expressions(&args, &gradient);
   plan_of_changing_lengths();
   texts(&args);
   huge_sizes();
