@@ -416,7 +416,11 @@ NB_MODULE(_fulgur, m) {
   fulgur::python::register_expressions(m);
 
   nb::class_<fulgur::Plan>(m, "Plan")
-      .def("explain", &fulgur::Plan::explain)
+      .def("explain", [](const fulgur::Plan& plan) { return plan.explain(); })
+      .def("explain_tiles",
+           [](const fulgur::Plan& plan, const nb::dict& tensors) {
+             return plan.explain(fulgur::python::bindings_of(tensors, {}));
+           })
       .def("details", [](const fulgur::Plan& plan) { return plan.details().json(); })
       .def("workspace",
            [](const fulgur::Plan& plan) {

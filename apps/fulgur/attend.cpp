@@ -5,6 +5,7 @@
 #include <system_error>
 
 #include "commands.h"
+#include "expressions.h"
 #include "flags.h"
 #include "io/file.h"
 #include "io/npy.h"
@@ -34,17 +35,21 @@ struct AttendRequest {
   std::string input, output;               // .safetensors
   std::string dtype, device = "cpu";
   OptionFlags flags;
+  ExpressionFlags expressions;
+  std::vector<std::string> gradients;  // NAME=F.npy
+  std::map<std::string, std::string> gradient_paths;
 
   bool has(const std::string& name) const {
     const auto found = npy.find(name);
     return found != npy.end() && !found->second.empty();
   }
   std::vector<std::string> output_paths() const {
-    if (!output.empty()) return {output};
     std::vector<std::string> paths;
+    if (!output.empty()) paths.push_back(output);
     for (const auto& name : kOutputs) {
       if (has(name)) paths.push_back(npy.at(name));
     }
+    for (const auto& [name, path] : gradient_paths) paths.push_back(path);
     return paths;
   }
 };
@@ -53,7 +58,31 @@ struct AttendRequest {
   throw CLI::ValidationError("--" + option, what);
 }
 
-void check_usage(const AttendRequest& r) {
+/// Of two outputs into one file the second is refused.
+void check_paths(const AttendRequest& r) {
+  std::map<std::filesystem::path, std::string> names;
+  const auto check = [&](const std::string& name, const std::string& file) {
+    const auto path = std::filesystem::absolute(file);
+    std::error_code error;
+    const auto real = std::filesystem::weakly_canonical(path, error);
+    // What leads to no file is for the writer to refuse.
+    const auto [other, is_new] = names.emplace(error ? path : real, name);
+    if (!is_new) usage(name, "names the same file as --" + other->second);
+  };
+  if (!r.output.empty()) check("output", r.output);
+  for (const auto& name : kOutputs) {
+    if (r.has(name)) check(name, r.npy.at(name));
+  }
+  for (const auto& [name, path] : r.gradient_paths) check("tensor-grad " + name, path);
+}
+
+void check_usage(AttendRequest& r) {
+  for (const std::string& text : r.gradients) {
+    const auto [name, path] = name_and_path("--tensor-grad", text);
+    if (!r.gradient_paths.emplace(name, path).second)
+      usage("tensor-grad", "names " + name + " twice");
+  }
+  check_paths(r);
   if (!r.input.empty()) {
     for (const auto& names : {kInputs, kOutputs}) {
       for (const auto& name : names) {
@@ -76,16 +105,6 @@ void check_usage(const AttendRequest& r) {
     for (const auto& needed : {std::string("dout"), name}) {
       if (r.has("d" + name) && !r.has(needed)) usage("d" + name, "needs --" + needed);
     }
-  }
-  std::map<std::filesystem::path, std::string> names;
-  for (const auto& name : kOutputs) {
-    if (!r.has(name)) continue;
-    const auto path = std::filesystem::absolute(r.npy.at(name));
-    std::error_code error;
-    const auto real = std::filesystem::weakly_canonical(path, error);
-    // What leads to no file is for the writer to refuse.
-    const auto [other, is_new] = names.emplace(error ? path : real, name);
-    if (!is_new) usage(name, "names the same file as --" + other->second);
   }
 }
 
@@ -148,6 +167,9 @@ int64_t longest(const Arrays& extras, const char* name) {
 
 using Tensors = std::map<std::string, Tensor>;
 
+/// The name of the gradient of a tensor among a call's tensors.
+std::string gradient_of(const std::string& name) { return "gradient of " + name; }
+
 /// The extras where the call is computed.
 Tensors placed_extras(const Arrays& extras, Placement& place) {
   Tensors tensors;
@@ -185,11 +207,28 @@ Tensors shapes_of_call(const AttendRequest& r, const Arrays& inputs, Device devi
     if (inputs.contains("sinks") && (r.has("dsinks") || !r.output.empty())) {
       add("dsinks", DType::kF32, inputs.at("sinks").shape());
     }
+    for (const auto& [name, path] : r.gradient_paths) {
+      const auto of = r.expressions.tensors().find(name);
+      if (of == r.expressions.tensors().end()) {
+        usage("tensor-grad", "got " + name + ", want a name that --tensor gives");
+      }
+      add(gradient_of(name), lse_dtype(of->second.dtype()), of->second.shape());
+    }
   }
   return t;
 }
 
-ForwardArgs forward_args(Tensors& t, Tensors& extras) {
+/// What the expressions of a call index, with gradients where it has them.
+std::vector<TensorBinding> bindings_of(const AttendRequest& r, Tensors& t) {
+  std::vector<TensorBinding> all = r.expressions.bindings();
+  for (TensorBinding& binding : all) {
+    const auto grad = t.find(gradient_of(binding.name));
+    if (grad != t.end()) binding.grad = grad->second;
+  }
+  return all;
+}
+
+ForwardArgs forward_args(const AttendRequest& r, Tensors& t, Tensors& extras) {
   return {.q = t["q"],
           .k = t["k"],
           .v = t["v"],
@@ -203,6 +242,7 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
           .sinks = t["sinks"],
           .tree_mask = extras["tree-mask"],
           .bias = t["bias"],
+          .tensors = r.expressions.bindings(),
           .cache = {.page_table = extras["page-table"],
                     .page_indptr = extras["page-indptr"],
                     .cache_batch_idx = extras["cache-batch-idx"],
@@ -211,7 +251,7 @@ ForwardArgs forward_args(Tensors& t, Tensors& extras) {
                             .prefix_lens = extras["prefix-lens"]}};
 }
 
-BackwardArgs backward_args(Tensors& t, Tensors& extras) {
+BackwardArgs backward_args(const AttendRequest& r, Tensors& t, Tensors& extras) {
   return {.dout = t["dout"],
           .q = t["q"],
           .k = t["k"],
@@ -230,11 +270,17 @@ BackwardArgs backward_args(Tensors& t, Tensors& extras) {
           .sinks = t["sinks"],
           .dsinks = t["dsinks"],
           .bias = t["bias"],
-          .dbias = t["dbias"]};
+          .dbias = t["dbias"],
+          .tensors = bindings_of(r, t)};
 }
 
 void write_outputs(const AttendRequest& r, Arrays outputs) {
   io::OutputFiles files;
+  for (const auto& [name, path] : r.gradient_paths) {
+    const auto array = outputs.find(gradient_of(name));
+    io::write_npy(files, path, array->second);
+    outputs.erase(array);
+  }
   if (!r.output.empty()) {
     io::write_safetensors(files, r.output, outputs);
   } else {
@@ -252,11 +298,13 @@ void report(const char* pass, double flops, double seconds, const std::string& e
              engine);
 }
 
-void attend(const AttendRequest& r) {
+void attend(AttendRequest& r) {
   check_usage(r);
   const Device device = device_called(r.device, "--device " + r.device);
   const Arrays inputs = read_inputs(r), extras = read_extras(r);
   const bool backward = inputs.contains("dout");
+  r.expressions.read();
+  if (!r.gradients.empty() && !backward) usage("tensor-grad", "needs dout");
   for (const auto& name : kForwardExtras) {
     if (!backward || !r.has(name)) continue;
     const char* things = name == "tree-mask" ? "tree masks" : "caches";
@@ -267,18 +315,19 @@ void attend(const AttendRequest& r) {
   // tensors, whose lengths are read too; then whether the device's engine computes it.
   Placement host({}), place(device);
   Options options = r.flags.options();
+  r.expressions.set(&options);
   Tensors e = placed_extras(extras, host);
   Tensors t = shapes_of_call(r, inputs, {});
-  const Plan forward_plan = plan(forward_args(t, e), options);
+  const Plan forward_plan = plan(forward_args(r, t, e), options);
   const double flops = forward_plan.flops();
-  const double backward_flops = backward ? plan(backward_args(t, e), options).flops() : 0;
+  const double backward_flops = backward ? plan(backward_args(r, t, e), options).flops() : 0;
   if (device.type != DeviceType::kCpu) {
     e = placed_extras(extras, place);
     options.max_seqlen_q = longest(extras, "cu-seqlens-q");
     options.max_seqlen_k = longest(extras, "cu-seqlens-k");
     t = shapes_of_call(r, inputs, device);
-    plan(forward_args(t, e), options);
-    if (backward) plan(backward_args(t, e), options);
+    plan(forward_args(r, t, e), options);
+    if (backward) plan(backward_args(r, t, e), options);
   }
   for (const auto& path : r.output_paths()) io::check_writable(path);
 
@@ -291,9 +340,9 @@ void attend(const AttendRequest& r) {
       tensor = place.output(outputs.emplace(name, Array(tensor.dtype, shape, name)).first->second);
     }
   }
-  const double seconds = run_in_steps(forward_args(t, e), options, r.flags.run());
+  const double seconds = run_in_steps(forward_args(r, t, e), options, r.flags.run());
   const double backward_seconds =
-      backward ? run_in_steps(backward_args(t, e), options, r.flags.run()) : 0;
+      backward ? run_in_steps(backward_args(r, t, e), options, r.flags.run()) : 0;
   place.collect();
   write_outputs(r, std::move(outputs));
   const std::string engine =
@@ -335,6 +384,12 @@ void add_attend(CLI::App& app) {
   add_dtype(*command, r->dtype, "Convert the inputs to this dtype; default: keep theirs");
   add_device(*command, r->device, "Where to compute; default cpu");
   r->flags.add_to(*command);
+  r->expressions.add_to(*command);
+  command
+      ->add_option("--tensor-grad", r->gradients,
+                   "Output: gradient of a tensor that --tensor names, float32, of its shape")
+      ->type_name("NAME=F.npy")
+      ->allow_extra_args(false);
   file("alibi-slopes", "ALiBi slopes, float32 (hq) or (batch, hq)");
   auto* cu_q = file("cu-seqlens-q",
                     "Packed tensors (total, heads, dim): int32 (batch + 1) starts of sequences; of "
@@ -369,7 +424,9 @@ void add_attend(CLI::App& app) {
       "                --dout do.npy --dq dq.npy --dk dk.npy --dv dv.npy\n"
       "  fulgur attend --input qkv.safetensors --output result.safetensors --softcap 30\n"
       "  fulgur attend --q q.npy --k k_cache.npy --v v_cache.npy --out o.npy --causal \\\n"
-      "                --page-table table.npy --seqused-k lengths.npy");
+      "                --page-table table.npy --seqused-k lengths.npy\n"
+      "  fulgur attend --q q.npy --k k.npy --v v.npy --out o.npy --causal \\\n"
+      "                --mask-mod 'doc[b, q] == doc[b, k]' --tensor doc=ids.npy");
   command->callback([r] { attend(*r); });
 }
 

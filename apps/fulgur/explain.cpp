@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "commands.h"
+#include "expressions.h"
 #include "flags.h"
 #include "fulgur/cuda.h"
 #include "io/array.h"
@@ -20,13 +21,20 @@ struct ExplainRequest {
   std::string svg;
   bool json = false;
   OptionFlags flags;
+  ExpressionFlags expressions;
+
+  Options options() const {
+    Options options = flags.options();
+    expressions.set(&options);
+    return options;
+  }
 };
 
 /// The plan of a call, or the one for a card that need not be here.
 template <class Args>
 Plan plan_of(const ExplainRequest& r, const Args& args) {
-  if (r.card.empty()) return plan(args, r.flags.options());
-  return cuda::plan_for_card(r.card, args, r.flags.options());
+  if (r.card.empty()) return plan(args, r.options());
+  return cuda::plan_for_card(r.card, args, r.options());
 }
 
 Plan plan_of(const ExplainRequest& r) {
@@ -39,8 +47,13 @@ Plan plan_of(const ExplainRequest& r) {
   const Tensor q = tensor(s.sq, s.hq, s.d), out = tensor(s.sq, s.hq, s.dv);
   const Tensor k = tensor(s.sk, s.hk, s.d), v = tensor(s.sk, s.hk, s.dv);
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {s.batch, s.hq, s.sq}, device);
-  if (r.backward) return plan_of(r, BackwardArgs{out, q, k, v, out, lse, q, k, v});
+  if (r.backward) {
+    BackwardArgs args{out, q, k, v, out, lse, q, k, v};
+    args.tensors = r.expressions.bindings();
+    return plan_of(r, args);
+  }
   ForwardArgs args{q, k, v, out, lse};
+  args.tensors = r.expressions.bindings();
   if (r.page == 0) return plan_of(r, args);
   if (s.sk > std::numeric_limits<int32_t>::max()) {
     io::fail("--page", "got {} keys, want at most 2^31 - 1 in a cache", s.sk);
@@ -61,12 +74,14 @@ Plan plan_of(const ExplainRequest& r) {
   return plan_of(r, args);
 }
 
-void explain(const ExplainRequest& r) {
+void explain(ExplainRequest& r) {
+  r.expressions.read();
   const Plan plan = plan_of(r);
+  const std::vector<TensorBinding> tensors = r.expressions.bindings();
   if (!r.svg.empty()) {
     const ShapeFlags s = r.shape.complete();
     if (s.batch * s.sq * s.hq == 0) io::fail("--svg", "a call without queries has no tiles");
-    const std::string svg = tile_map_svg(plan.tiles(), s.sq, s.sk,
+    const std::string svg = tile_map_svg(plan.tiles(0, tensors), s.sq, s.sk,
                                          fmt::format("Tiles of the score matrix, {} pass, d = {}",
                                                      r.backward ? "backward" : "forward", s.d));
     const io::Bytes pieces[] = {std::as_bytes(std::span(svg))};
@@ -77,7 +92,7 @@ void explain(const ExplainRequest& r) {
   if (r.json) {
     fmt::print("{}\n", plan.details().json());
   } else {
-    fmt::print("{}", plan.explain());
+    fmt::print("{}", plan.explain(tensors));
   }
 }
 
@@ -104,6 +119,7 @@ void add_explain(CLI::App& app) {
                      1)
       ->excludes(backward);
   r->flags.add_to(*command);
+  r->expressions.add_to(*command);
   command->add_flag("--json", r->json, "The plan as data, a JSON object");
   command->add_option("--svg", r->svg, "Draw the tiles (empty, partial, full) into this file")
       ->type_name("F.svg");
@@ -114,6 +130,7 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --page 16\n"
       "  fulgur explain --sq 4096 --window 512,0 --backward\n"
       "  fulgur explain --sq 16384 --causal --chunk 4096 --svg tiles.svg\n"
+      "  fulgur explain --sq 4096 --causal --mask-mod 'doc[q] == doc[k]' --tensor doc=doc.npy\n"
       "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda\n"
       "  fulgur explain --sq 8192 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --card h200\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --json");

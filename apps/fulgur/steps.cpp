@@ -109,7 +109,10 @@ template <class Args>
 double run(const Args& args, const Options& options, const Run& run, const char* label) {
   const Plan whole = plan(args, options);
   const bool cuda = args.q.device.type == DeviceType::kCuda;
-  const bool one_step = cuda || whole.flops() < kLongFlops || options.dropout_p > 0 || serves(args);
+  // Dropout and expressions count sequences and heads from the first one of the call.
+  const bool counts =
+      options.dropout_p > 0 || options.score_mod.given() || options.mask_mod.given();
+  const bool one_step = cuda || whole.flops() < kLongFlops || counts || serves(args);
   const bool packed = args.q.rank == 3;
   const int heads = args.q.rank - 2;
   const int64_t batch = packed ? 1 : args.q.shape[0], hk = args.k.shape[args.k.rank - 2];

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -176,6 +177,9 @@ class FULGUR_API Plan {
   /// on the CPU also how long a call of the lengths planned for is expected to take and what binds
   /// it, by peaks of the machine that are measured in some 10 to 40 ms when first asked for.
   std::string explain() const;
+  /// With what mask_mod hides of the tiles, by the values of the tensors that it indexes, of those
+  /// planned for, in host memory.
+  std::string explain(std::span<const TensorBinding> tensors) const;
   /// The same as data. Of every plan: `engine`; `call`, which has its pass, dtype, device, sizes
   /// and options; `bytes` and, where the host knows the lengths, `flops`; `workspace_bytes`;
   /// `rejected`, a text for each alternative, its name first. The kernel's part is `kernel`, its
@@ -193,8 +197,12 @@ class FULGUR_API Plan {
   double bytes() const;
   /// What a run needs besides the caller's tensors.
   WorkspaceNeed workspace() const;
-  /// The tiles of sequence b, of the lengths that were planned for. Throws as flops() does.
+  /// The tiles of sequence b, of the lengths that were planned for, as the mask shows them,
+  /// whatever mask_mod hides. Throws as flops() does.
   TileMap tiles(int64_t b = 0) const;
+  /// Likewise of q head h with mask_mod, by the values of the tensors, as explain() has them. A
+  /// tile is empty or full where that follows without a look at each score.
+  TileMap tiles(int64_t b, std::span<const TensorBinding> tensors, int64_t h = 0) const;
 
  private:
   std::shared_ptr<const Impl> impl_;

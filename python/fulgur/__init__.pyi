@@ -1504,7 +1504,8 @@ def explain(
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
     On the CPU also how long a call of these lengths is expected to take and what binds it. The
-    first such call of a process measures the peaks of the machine, in some 10 to 40 ms.
+    first such call of a process measures the peaks of the machine, in some 10 to 40 ms. With
+    ``mask_mod`` also how many tiles that hides, shows in full, and in part.
 
     Args:
         q, k, v: arrays as for :func:`attention`, or only their shapes; nothing is computed. Their

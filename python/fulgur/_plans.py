@@ -206,7 +206,8 @@ def explain(q, k, v, **given):
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
     On the CPU also how long a call of these lengths is expected to take and what binds it. The
-    first such call of a process measures the peaks of the machine, in some 10 to 40 ms.
+    first such call of a process measures the peaks of the machine, in some 10 to 40 ms. With
+    ``mask_mod`` also how many tiles that hides, shows in full, and in part.
 
     Args:
         {arguments}
@@ -224,11 +225,18 @@ def explain(q, k, v, **given):
     _a.random_numbers(given)
     options = {x: y for x, y in given.items() if x not in ("backward", "seed", "offset")}
     if not _a.flag("backward", given.get("backward", False)):
-        return plan(q, k, v, return_lse=True, **options).explain()
+        return _explained(plan(q, k, v, return_lse=True, **options), given)
     for name in WITHOUT_GRADIENT:
         if options.pop(name, None) is not None:
             things = "tree masks" if name == "tree_mask" else "caches"
             raise ValueError(f"{name}: given with backward, want None: {things} have no gradients")
     views = _a.planned_views(given, q=q, k=k, v=v)
     (out, dtype), (lse, _) = _a.forward_results(views["q"], views["v"], True).values()
-    return plan_backward(out, q, k, v, out, lse, **options | {"dtype": dtype}).explain()
+    return _explained(plan_backward(out, q, k, v, out, lse, **options | {"dtype": dtype}), given)
+
+
+def _explained(plan, given):
+    """What a plan says, with the tiles of a mask."""
+    if given.get("mask_mod") is None and given.get("score_mod") is None:
+        return plan.explain()
+    return plan._plan.explain_tiles(_e.of_call(given)[1]["tensors"])

@@ -225,4 +225,35 @@ Hull MaskHulls::mixed(const Node& node, std::span<const Hull> nodes) const {
   }
 }
 
+void hide(const StagedGraph& graph, std::span<const ConstTensor> tensors, const Place& place,
+          TileMap* map) {
+  const MaskHulls hulls(graph, tensors, place, map->Bc);
+  const std::vector<Node>& nodes = graph.call.graph.nodes;
+  std::vector<double> values(nodes.size());
+  graph.evaluate(graph.uniform, tensors, place, values);
+  const size_t count = graph.rows.size();
+  std::vector<int32_t> rows(count * static_cast<size_t>(map->Br));
+  std::vector<Hull> of_rows(count), memory;
+  for (int64_t r = 0; r < map->rows; ++r) {
+    const int64_t n = std::min(map->Br, place.sq - r * map->Br);
+    Place at = place;
+    for (int64_t i = 0; i < n; ++i) {
+      at.q = r * map->Br + i;
+      graph.evaluate(graph.rows, tensors, at, values);
+      for (size_t x = 0; x < count; ++x) {
+        rows[x * map->Br + i] = bits_of(nodes[graph.rows[x]].type(), values[graph.rows[x]]);
+      }
+    }
+    for (size_t x = 0; x < count; ++x) {
+      of_rows[x] = hull_of(nodes[graph.rows[x]].type(), std::span(&rows[x * map->Br], n));
+    }
+    for (int64_t c = 0; c < map->cols; ++c) {
+      Tile& tile = map->tiles[r * map->cols + c];
+      if (tile == Tile::kEmpty) continue;
+      const Tile is = hulls.tile(of_rows, c, memory);
+      if (is != Tile::kFull) tile = is;
+    }
+  }
+}
+
 }  // namespace fulgur::expression

@@ -48,4 +48,9 @@ class MaskHulls {
   std::vector<Hull> columns_;  ///< [tiles][columns]
 };
 
+/// Makes what a mask hides of the tiles of a sequence and head, `place`, empty, and what it shows
+/// in part partial.
+void hide(const StagedGraph& graph, std::span<const ConstTensor> tensors, const Place& place,
+          TileMap* map);
+
 }  // namespace fulgur::expression

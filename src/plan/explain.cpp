@@ -1,6 +1,7 @@
 /// What a plan says of itself, to people and as data.
 #include <fmt/format.h>
 
+#include <cmath>
 #include <string>
 #include <utility>
 
@@ -142,6 +143,30 @@ std::string Plan::explain() const {
   if (p.max_workspace > 0) s += fmt::format(", max_workspace is {}", p.max_workspace);
   s += "\n";
   return s;
+}
+
+std::string Plan::explain(std::span<const TensorBinding> tensors) const {
+  const Problem& p = impl_->problem;
+  std::string s = explain();
+  if (!p.expressions.masks() || !impl_->lengths || p.hq == 0) return s;
+  constexpr double kMaxTiles = 1 << 22;  // a second or so
+  double all = 0, of_tile[3] = {};
+  const Explanation e = impl_->executable->explain();
+  for (const Sequence& its : *impl_->lengths) {
+    all += std::ceil(static_cast<double>(its.sq) / static_cast<double>(e.Br)) *
+           std::ceil(static_cast<double>(its.sk) / static_cast<double>(e.Bc));
+  }
+  if (p.alike()) all *= static_cast<double>(p.batch);
+  if (all > kMaxTiles) {
+    return s + fmt::format("tiles     {:.0f}: too many to look at what mask_mod hides\n", all);
+  }
+  for (int64_t b = 0; b < p.batch; ++b) {
+    for (const Tile tile : tiles(b, tensors).tiles) ++of_tile[static_cast<int>(tile)];
+  }
+  return s + fmt::format(
+                 "tiles     of q head 0: {:.0f} hidden, {:.0f} shown in full, {:.0f} in part\n",
+                 of_tile[static_cast<int>(Tile::kEmpty)], of_tile[static_cast<int>(Tile::kFull)],
+                 of_tile[static_cast<int>(Tile::kPartial)]);
 }
 
 Details Plan::details() const {

@@ -10,6 +10,7 @@
 #include "call/make_problem.h"
 #include "call/mask.h"
 #include "call/prefix_split.h"
+#include "expression/hulls.h"
 #include "fulgur/error.h"
 #include "plan/append_executable.h"
 #include "plan/shared_prefix.h"
@@ -64,6 +65,28 @@ const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* w
   if (impl.lengths) return *impl.lengths;
   throw Error(Status::kUnsupported,
               fmt::format("{}: the lengths of the sequences are on the device", what));
+}
+
+/// The tensors that expressions index, checked to be as planned, with their values.
+std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
+                                            std::span<const TensorBinding> tensors) {
+  const auto check = [&](const auto& planned) {
+    auto args = planned;
+    args.tensors.assign(tensors.begin(), tensors.end());
+    for (size_t i = 0; i < std::min(args.tensors.size(), planned.tensors.size()); ++i) {
+      args.tensors[i].grad = planned.tensors[i].grad;
+    }
+    check_as_planned(planned, args);
+  };
+  std::visit(check, impl.planned);
+  for (const TensorBinding& t : tensors) {
+    const char* const name = t.name.c_str();
+    if (t.tensor.device.type != DeviceType::kCpu) {
+      fail(name, "is on {}, want its values in host memory", name_of(t.tensor.device));
+    }
+    if (t.tensor.data == nullptr && t.tensor.numel() > 0) fail(name, "data is null");
+  }
+  return impl.problem.expressions.bound(tensors);
 }
 
 /// The engine's plan of a problem that it computes.
@@ -146,6 +169,26 @@ TileMap Plan::tiles(int64_t b) const {
   const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
   const Explanation e = impl_->executable->explain();
   return tile_map(p.mask, lengths[std::min<size_t>(b, lengths.size() - 1)], e.Br, e.Bc);
+}
+
+TileMap Plan::tiles(int64_t b, std::span<const TensorBinding> tensors, int64_t h) const {
+  const Problem& p = impl_->problem;
+  TileMap map = tiles(b);
+  if (h < 0 || h >= p.hq) fail("h", "got {}, want a q head of {}", h, p.hq);
+  const std::vector<TensorBinding> bound = bound_as_planned(*impl_, tensors);
+  if (!p.expressions.masks()) return map;
+  std::vector<ConstTensor> data;
+  for (const TensorBinding& t : bound) data.push_back(t.tensor);
+  const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
+  const Sequence& s = lengths[std::min<size_t>(b, lengths.size() - 1)];
+  const expression::Place place{.b = b,
+                                .h = h,
+                                .hk = h / (p.hq / p.hk),
+                                .sq = s.sq,
+                                .sk = s.sk,
+                                .q0 = p.packed ? s.q_begin : 0};
+  expression::hide(expression::StagedGraph(p.expressions.graph(false)), data, place, &map);
+  return map;
 }
 
 }  // namespace fulgur

@@ -343,5 +343,64 @@ TEST(ExpressionPlans, OfEqualTermsAreEqual) {
   EXPECT_EQ(bits(by_score.backward.dq), bits(by_option.backward.dq));
 }
 
+TEST(ExpressionPlans, SayWhatMasksHideOfTheTiles) {
+  const int64_t sq = 300, sk = 500;
+  Case c{.batch = 2, .sq = sq, .sk = sk, .hq = 4, .hk = 2, .d = 8, .dv = 8, .mask = causal()};
+  Workload w(c, 1);
+  const TensorSymbol doc("doc", DType::kI32, 2), width("width", DType::kI32, 1);
+  Dense ids(DType::kI32, {2, sk}), widths(DType::kI32, {4});
+  std::vector<double> of_keys(2 * sk), of_heads = {9, 40, 500, 130};
+  for (int64_t i = 0; i < 2 * sk; ++i)
+    of_keys[i] = static_cast<double>(i % sk / (i < sk ? 100 : 33));
+  write(ids.tensor(), of_keys);
+  write(widths.tensor(), of_heads);
+  w.options.mask_mod = doc(b, q + sk - sq) == doc(b, k) || delta > -width(h);
+  w.forward.tensors = w.backward.tensors = {{"doc", ids.tensor()}, {"width", widths.tensor()}};
+  const std::vector<TensorBinding> tensors = w.forward.tensors;
+  for (const Plan& plan :
+       {fulgur::plan(w.forward, w.options), fulgur::plan(w.backward, w.options)}) {
+    int64_t decided = 0;
+    for (int64_t sequence = 0; sequence < 2; ++sequence) {
+      for (int64_t head = 0; head < 4; ++head) {
+        const TileMap map = plan.tiles(sequence, tensors, head);
+        const auto sees = [&](int64_t i, int64_t j) {
+          const double* const of = &of_keys[sequence * sk];
+          const int64_t from = j - i - (sk - sq);
+          return from <= 0 &&
+                 (of[i + sk - sq] == of[j] || static_cast<double>(from) > -of_heads[head]);
+        };
+        for (int64_t n = 0; n < map.rows * map.cols; ++n) {
+          const int64_t i0 = n / map.cols * map.Br, j0 = n % map.cols * map.Bc;
+          bool any = false, all = true;
+          for (int64_t i = i0; i < std::min(sq, i0 + map.Br); ++i) {
+            for (int64_t j = j0; j < std::min(sk, j0 + map.Bc); ++j) {
+              any = any || sees(i, j);
+              all = all && sees(i, j);
+            }
+          }
+          EXPECT_FALSE(map.tiles[n] == Tile::kEmpty && any) << n;
+          EXPECT_FALSE(map.tiles[n] == Tile::kFull && !all) << n;
+          decided += map.tiles[n] != Tile::kPartial;
+        }
+      }
+    }
+    EXPECT_GT(decided, 0);
+    const std::string text = plan.explain(tensors);
+    EXPECT_TRUE(text.starts_with(plan.explain()));
+    EXPECT_NE(text.find("\ntiles     of q head 0: "), std::string::npos) << text;
+    EXPECT_EQ(message_of([&] { plan.tiles(0, tensors, 4); }), "h: got 4, want a q head of 4");
+    EXPECT_EQ(message_of([&] { plan.tiles(0, {}); }), "tensors: got others than planned");
+    std::vector<TensorBinding> empty = tensors;
+    empty[0].tensor.data = nullptr;
+    EXPECT_EQ(message_of([&] { plan.explain(empty); }), "doc: data is null");
+  }
+  // Without a mask there is nothing to say.
+  w.options.mask_mod = {};
+  w.forward.tensors = {};
+  const Plan plain = fulgur::plan(w.forward, w.options);
+  EXPECT_EQ(plain.explain({}), plain.explain());
+  EXPECT_EQ(plain.tiles(1, {}, 2).tiles, plain.tiles(1).tiles);
+}
+
 }  // namespace
 }  // namespace fulgur::test

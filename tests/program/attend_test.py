@@ -376,3 +376,63 @@ def test_existing_output_is_replaced_through_a_link(folder):
     assert (folder / "out.npy").is_symlink()
     assert np.load(folder / "real" / "target.npy").shape == (2, 37, 4, 16)
     assert listing(folder / "real") == ["target.npy"]
+
+
+def test_expressions(folder):
+    """Masks and scores by text, as the options make them, and the gradient of a tensor of every score."""
+    pair = RNG.standard_normal((4, 37, 53)).astype(np.float32)
+    np.save(folder / "pair.npy", pair)
+    np.save(folder / "first.npy", np.array([0, 7], np.int64))
+    stdout = succeeds(
+        *ALL, "--softcap", "2", "--mask-mod", "delta <= 0 && k >= first[0]", "--tensor", "first=first.npy",
+        "--score-mod", "score + pair[h, q, k]", "--tensor", "pair=pair.npy", "--tensor-grad", "pair=dpair.npy",
+        cwd=folder,
+    )  # fmt: skip
+    assert "backward: " in stdout
+    want = attention(**load(folder, ["q", "k", "v", "dout"]), right=0, softcap=2, added=pair[None])
+    want["dpair"] = want.pop("dbias")[0]
+    for name, got in load(folder, want).items():
+        assert got.dtype == np.float32
+        assert_close(got, want[name], "f32")
+
+
+def test_expressions_with_safetensors(folder):
+    arrays = load(folder, ["q", "k", "v", "dout"])
+    write_safetensors(folder / "in.safetensors", {name: ("F32", x) for name, x in arrays.items()})
+    np.save(folder / "gate.npy", RNG.standard_normal(53).astype(np.float32))
+    succeeds(
+        "attend", "--input", "in.safetensors", "--output", "out.safetensors", "--score-mod", "score + gate[k]",
+        "--tensor", "gate=gate.npy", "--tensor-grad", "gate=dgate.npy", cwd=folder,
+    )  # fmt: skip
+    want = attention(**arrays, added=np.load(folder / "gate.npy")[None, None, None])
+    got = read_safetensors(folder / "out.safetensors")
+    assert got.keys() == {"out", "lse", "dq", "dk", "dv"}
+    assert_close(got["out"][1], want["out"], "f32")
+    assert_close(np.load(folder / "dgate.npy"), want["dbias"][0, 0, 0], "f32")
+
+
+@pytest.mark.parametrize(
+    "flags, code, says",
+    [
+        (["--mask-mod", "delta <"], 1, ["--mask-mod: at character 8", "the end"]),
+        (["--mask-mod", "delta"], 1, ["mask_mod: got a value of type int, want bool"]),
+        (["--score-mod", "score + t[k]"], 1, ["--score-mod", "want a tensor that is declared"]),
+        (["--tensor", "t"], 2, ["--tensor", "'t'", "NAME=F.npy"]),
+        (["--tensor", "=dout.npy"], 2, ["--tensor", "NAME=F.npy"]),
+        (["--tensor", "t=no.npy"], 1, ["--tensor t=no.npy", "No such file"]),
+        (["--tensor", "t=q.npy"], 1, ["t: given, but no expression indexes"]),
+        (["--tensor", "t=q.npy", "--tensor", "t=k.npy"], 1, ["--tensor t=k.npy", "a second time"]),
+        (["--tensor-grad", "t=g.npy"], 2, ["--tensor-grad", "a name that --tensor gives"]),
+        (["--score-mod", "score + t[k, 0, 0, 0]", "--tensor", "t=q.npy", "--tensor-grad", "t=dq.npy"], 2,
+         ["names the same file as --dq"]),
+    ],
+)  # fmt: skip
+def test_wrong_expressions(folder, flags, code, says):
+    before = listing(folder)
+    fails(*ALL, *flags, code=code, says=says, cwd=folder)
+    assert listing(folder) == before
+
+
+def test_gradients_of_tensors_need_the_backward_pass(folder):
+    flags = ["--score-mod", "score + t[k, 0, 0, 0]", "--tensor", "t=q.npy", "--tensor-grad", "t=g.npy"]
+    fails(*FORWARD, *flags, code=2, says=["--tensor-grad", "needs dout"], cwd=folder)

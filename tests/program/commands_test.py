@@ -3,6 +3,7 @@
 import re
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 
 from program import ALL, FORWARD, PEAKS, details, fails, listing, succeeds
@@ -159,6 +160,24 @@ def test_explain_draws_the_tile_map(tmp_path):
     assert listing(tmp_path) == ["tiles.svg"]
     succeeds("explain", "--sq", "12288", "--causal", "--chunk", "1024", "--svg", svg)
     assert sum(rectangles(svg, colours["empty"])) > 0.85 * sum(areas.values())
+
+
+def test_explain_counts_the_tiles_of_expressions(tmp_path):
+    np.save(tmp_path / "doc.npy", np.repeat(np.arange(4, dtype=np.int32), 256))
+    call = ["--sq", "1024", "--mask-mod", "doc[q] == doc[k]", "--tensor", "doc=doc.npy"]
+    for backward in ([], ["--backward"]):
+        stdout = succeeds("explain", *call, *backward, "--svg", "t.svg", cwd=tmp_path)
+        hidden, full, part = map(int, re.search(
+            r"^tiles +of q head 0: (\d+) hidden, (\d+) shown in full, (\d+) in part$", stdout, re.M
+        ).groups())  # fmt: skip
+        assert hidden > full > 0 and part < full and "mask_mod doc[q] == doc[k]" in stdout
+        percent = dict(re.findall(r">(empty|partial|full)[^(]*\(([\d.]+)%\)", (tmp_path / "t.svg").read_text()))
+        assert abs(float(percent["empty"]) / 100 - hidden / (hidden + full + part)) < 0.01
+    assert details(*call, cwd=tmp_path)["call"]["mask_mod"] == "doc[q] == doc[k]"
+    huge = succeeds("explain", "--sq", "1000000", "--mask-mod", "k % 2 == 0")
+    assert re.search(r"^tiles +\d+: too many to look at", huge, re.M)
+    fails("explain", "--mask-mod", "k < ", says=["--mask-mod: at character 5"])
+    fails("explain", "--mask-mod", "k < t[q]", "--tensor", "t", code=2, says=["--tensor"])
 
 
 def test_the_tile_map_of_a_long_sequence_stays_small(tmp_path):

@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import re
 import subprocess
 import sys
 
@@ -141,7 +142,7 @@ def test_options_as_expressions():
 
 
 def test_gradients_of_tensors():
-    """By finite differences in double precision, in fresh arrays and in given ones, and none where they are not asked for."""
+    """By finite differences in double precision, in fresh arrays and in given ones; without dtensors there are none."""
     rng = np.random.default_rng(4)
     q, k, v = arrays(4, np.float64, 9, 11)
     tensors = {"cap": rng.uniform(1, 2, 4), "gate": rng.standard_normal((2, 11)), "n": np.array([3, 1], np.int64)}
@@ -177,6 +178,12 @@ def test_plans():
     plan = fulgur.plan(q, k, v, score_mod=score_mod, tensors=tensors, return_lse=True)
     assert "table[h" in plan.details()["call"]["score_mod"] and "table[h" in plan.explain()
     assert "table[h" in fulgur.explain(q, k, v, score_mod=score_mod, tensors=tensors)
+    shape, doc = (2, 1024, 8, 64), np.repeat(np.arange(4, dtype=np.int32), 256)
+    for backward in (False, True):
+        text = fulgur.explain(
+            shape, shape, shape, mask_mod="doc[q] == doc[k]", tensors={"doc": doc}, backward=backward
+        )
+        assert re.search(r"^tiles +of q head 0: \d+ hidden, \d+ shown in full, \d+ in part$", text, re.M)
     for array in (table, other):
         given = {"scale": np.full(1, 0.5, np.float32), "table": array}  # in another order
         out, lse = plan.run(q, k, v, tensors=given)
