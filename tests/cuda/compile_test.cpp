@@ -175,6 +175,44 @@ std::vector<Problem> problems() {
     pages.cache.page = 64;
     all.push_back(pages);
   }
+  for (const auto& [d, dv] : {std::pair{32, 32},
+                              {64, 64},
+                              {96, 96},
+                              {112, 112},
+                              {128, 128},
+                              {192, 128},
+                              {192, 192},
+                              {224, 224},
+                              {256, 256}}) {
+    const DType codes = DType::kE4M3;
+    all.push_back(forward_problem({.dtype = codes, .d = d, .dv = dv}));
+    all.push_back(forward_problem({.dtype = codes, .d = d, .dv = dv, .mask = causal()}));
+    all.push_back(forward_problem(
+        {.dtype = codes, .d = d, .dv = dv, .mask = causal(), .bias = DType::kBF16}));
+    for (const double dropout : {0.0, 0.1}) {
+      for (const Mask& mask : {window(100, 20), chunked(300, causal())}) {
+        all.push_back(forward_problem({.dtype = codes,
+                                       .d = d,
+                                       .dv = dv,
+                                       .mask = mask,
+                                       .softcap = 9,
+                                       .alibi = true,
+                                       .packed = true,
+                                       .seqused_q = true,
+                                       .seqused = true,
+                                       .sinks = true,
+                                       .dropout = dropout}));
+        all.push_back(forward_problem({.dtype = codes,
+                                       .d = d,
+                                       .dv = dv,
+                                       .mask = mask,
+                                       .packed = true,
+                                       .seqused = true,
+                                       .sinks = true,
+                                       .dropout = dropout}));
+      }
+    }
+  }
   for (const int64_t d : {17, 32, 96, 192})  // the other tiles that dropout takes
     all.push_back(forward_problem({.d = d, .mask = causal(), .dropout = 0.1}));
   all.push_back(forward_problem({.d = 192, .dv = 128, .dropout = 0.1}));

@@ -42,6 +42,12 @@ void narrow_one(Context& c, const Instruction& i) {
 void widen_one(Context& c, const Instruction& i) {
   c.set_float(i.atoms[0], widen(i)(static_cast<uint16_t>(c.get(i.atoms[1]))));
 }
+void widen_e4m3_pair(Context& c, const Instruction& i) {
+  const uint64_t codes = c.get(i.atoms[1]);
+  const uint32_t low = f16_of(f32_of_e4m3(static_cast<uint8_t>(codes))),
+                 high = f16_of(f32_of_e4m3(static_cast<uint8_t>(codes >> 8)));
+  c.set(i.atoms[0], high << 16 | low);
+}
 void fma_pair(Context& c, const Instruction& i) {
   uint32_t result = 0;
   for (int half = 0; half < 32; half += 16) {
@@ -50,6 +56,16 @@ void fma_pair(Context& c, const Instruction& i) {
     };
     const double sum = static_cast<double>(part(1)) * part(2) + part(3);
     result |= static_cast<uint32_t>(narrow(i)(static_cast<float>(sum))) << half;
+  }
+  c.set(i.atoms[0], result);
+}
+void add_pair(Context& c, const Instruction& i) {
+  uint32_t result = 0;
+  for (int half = 0; half < 32; half += 16) {
+    const auto part = [&](int at) {
+      return widen(i)(static_cast<uint16_t>(c.get(i.atoms[at]) >> half));
+    };
+    result |= static_cast<uint32_t>(narrow(i)(part(1) + part(2))) << half;
   }
   c.set(i.atoms[0], result);
 }
@@ -226,8 +242,10 @@ constexpr Known kKnown[] = {
     {"cvt.rn.bf16.f32", narrow_one},
     {"cvt.rn.f16.f32", narrow_one},
     {"cvt.f32.", widen_one},
+    {"cvt.rn.f16x2.e4m3x2", widen_e4m3_pair},
     {"fma.rn.bf16x2", fma_pair},
     {"fma.rn.f16x2", fma_pair},
+    {"add.rn.f16x2", add_pair},
     {"prmt.b32", prmt},
     {"or.b32", bit_or},
     {"setp.ne.", setp<std::not_equal_to<uint32_t>>},

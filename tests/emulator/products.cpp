@@ -44,32 +44,49 @@ void multiply_warp(Context& c, const Instruction& i) {
 
 namespace {
 
-/// Calls act(row or column n, k, address) for each 8 elements of a 64 x 16 or 16 x N operand that
-/// lie with each other in shared memory, `count` rows or columns with k. `across`: k counts
-/// rows of 128 bytes, and n their elements.
+/// The operands of a product: how many elements 16 bytes hold, of which two are a step along k.
+struct Elements {
+  bool e4m3;
+  Widen wide;  ///< those of 16 bits
+
+  int in_16_bytes() const { return e4m3 ? 16 : 8; }
+  int depth() const { return 2 * in_16_bytes(); }
+  void read(const unsigned char* from, float* x) const {
+    for (int i = 0; i < in_16_bytes(); ++i) {
+      uint16_t bits;
+      if (!e4m3) std::memcpy(&bits, from + 2 * i, 2);
+      x[i] = e4m3 ? f32_of_e4m3(from[i]) : wide(bits);
+    }
+  }
+};
+
+/// Calls act(row or column n, k, address) for each 16 bytes of elements of a 64 x 16 or 16 x N
+/// operand (32 of 8 bits) that lie with each other in shared memory, `count` rows or columns with
+/// k. `across`: k counts rows of 128 bytes, and n their elements, which have 16 bits.
 template <class Act>
-void for_operand(uint64_t descriptor, int count, bool across, const Act& act) {
+void for_operand(uint64_t descriptor, int count, bool across, int in_16_bytes, const Act& act) {
   const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const auto leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
   const auto stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
   if (descriptor >> 62 != 1) fail("a product of an unknown layout");
-  for (int n = 0; n < count; n += across ? 8 : 1)
-    for (int k = 0; k < 16; k += across ? 1 : 8) {
+  for (int n = 0; n < count; n += across ? in_16_bytes : 1)
+    for (int k = 0; k < 2 * in_16_bytes; k += across ? 1 : in_16_bytes) {
       const int row = across ? k : n, column = across ? n : k;
       act(n, k,
           swizzled(start + static_cast<uint32_t>(row / 8) * stride +
                    static_cast<uint32_t>(row % 8) * 128 +
                    static_cast<uint32_t>(column / 64) * leading +
-                   static_cast<uint32_t>(column % 64) * 2));
+                   static_cast<uint32_t>(column % 64 * 16 / in_16_bytes)));
     }
 }
 /// out[k][n], rows of `width`.
-void read_operand(Block& block, uint64_t descriptor, int count, bool across, Widen wide, float* out,
-                  int width) {
-  for_operand(descriptor, count, across, [&](int n, int k, uint32_t address) {
-    uint16_t x[8];
-    std::memcpy(x, block.at(address, 16), 16);
-    for (int i = 0; i < 8; ++i) out[across ? k * width + n + i : (k + i) * width + n] = wide(x[i]);
+void read_operand(Block& block, uint64_t descriptor, int count, bool across,
+                  const Elements& elements, float* out, int width) {
+  const int together = elements.in_16_bytes();
+  for_operand(descriptor, count, across, together, [&](int n, int k, uint32_t address) {
+    float x[16];
+    elements.read(block.at(address, 16), x);
+    for (int i = 0; i < together; ++i) out[across ? k * width + n + i : (k + i) * width + n] = x[i];
   });
 }
 
@@ -83,26 +100,26 @@ struct Share {
 };
 
 void compute(Block& block, const std::vector<Share>& shares, int N, bool A_shared, bool A_across,
-             bool B_across, bool keep, Widen wide) {
+             bool B_across, bool keep, const Elements& elements) {
   for (const Share& share : shares)
     if (share.B != shares[0].B || share.A != shares[0].A)
       fail("threads of a product name different operands");
-  float a[16][64], b[16][kMaxColumns];
+  float a[32][64], b[32][kMaxColumns];
   if (A_shared) {
-    read_operand(block, shares[0].A, 64, A_across, wide, a[0], 64);
+    read_operand(block, shares[0].A, 64, A_across, elements, a[0], 64);
   } else {
     for (int t = 0; t < 128; ++t)
       for (int k = 0; k < 8; ++k) {
         const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
                   column = t % 4 * 2 + k % 2 + k / 4 * 8;
-        a[column][row] =
-            wide(static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
+        a[column][row] = elements.wide(
+            static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
       }
   }
-  read_operand(block, shares[0].B, N, B_across, wide, b[0], kMaxColumns);
+  read_operand(block, shares[0].B, N, B_across, elements, b[0], kMaxColumns);
   for (int row = 0; row < 64; ++row) {
     float sums[kMaxColumns] = {};
-    for (int j = 0; j < 16; ++j)
+    for (int j = 0; j < elements.depth(); ++j)
       for (int column = 0; column < N; ++column) sums[column] += a[j][row] * b[j][column];
     // Four threads hold a row, two columns of each eight.
     const int warp = row / 16, lane = row % 8 * 4, low = row % 16 / 8 * 2;
@@ -119,7 +136,9 @@ void compute(Block& block, const std::vector<Share>& shares, int N, bool A_share
 void multiply_warpgroup(Context& c, const Instruction& i) {
   const int N = i.columns;
   const auto registers = static_cast<size_t>(N / 2);
-  const bool A_shared = i.atoms.size() == registers + 7;
+  const Elements elements{i.has("e4m3"), widen(i)};  // e4m3 has no transpositions
+  const bool A_shared = i.atoms.size() == registers + (elements.e4m3 ? 5 : 7);
+  if (elements.e4m3 && !A_shared) fail("a product of e4m3 with A in registers");
   const size_t behind_A = registers + (A_shared ? 1 : 4);
   Share mine = {static_cast<float*>(c.variable(i.atoms[0])), {}, 0, 0};
   for (size_t k = 1; k < registers; ++k)
@@ -128,8 +147,8 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   for (size_t k = 0; !A_shared && k < 4; ++k) mine.a[k] = c.get32(i.atoms[registers + k]);
   mine.B = c.get(i.atoms[behind_A]);
   const bool keep = c.get(i.atoms[behind_A + 1]) != 0;
-  const bool A_across = A_shared && c.get(i.atoms[behind_A + 4]) != 0;
-  const bool B_across = c.get(i.atoms[i.atoms.size() - 1]) != 0;
+  const bool A_across = A_shared && !elements.e4m3 && c.get(i.atoms[behind_A + 4]) != 0;
+  const bool B_across = !elements.e4m3 && c.get(i.atoms[i.atoms.size() - 1]) != 0;
   current->uses_loads();
   Warpgroup& group = *current->warpgroup;
   const uint64_t number = current->products++;
@@ -138,9 +157,8 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
     auto shares = std::make_shared<std::vector<Share>>(128);
     product.shares = shares;
     Block* const block = current->block;
-    const Widen wide = widen(i);
     product.compute = [=] {
-      compute(*block, *shares, N, A_shared, A_across, B_across, keep, wide);
+      compute(*block, *shares, N, A_shared, A_across, B_across, keep, elements);
     };
     group.products.push_back(std::move(product));
   }
@@ -162,8 +180,8 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
     block.races.read(block.place_of(address, 16), 16, {*group.actor, uint32_t(number + 1)},
                      product.writes);
   };
-  if (A_shared) for_operand(mine.A, 64, A_across, read);
-  for_operand(mine.B, N, B_across, read);
+  if (A_shared) for_operand(mine.A, 64, A_across, elements.in_16_bytes(), read);
+  for_operand(mine.B, N, B_across, elements.in_16_bytes(), read);
   if (at_once()) group.finish(number + 1);
 }
 void commit_products(Context&, const Instruction&) {

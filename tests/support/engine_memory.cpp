@@ -82,6 +82,9 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.bias),
           at(t.prefix_groups),
           at(t.prefix_lens),
+          at(t.q_descale),
+          at(t.k_descale),
+          at(t.v_descale),
           t.tensors};  // in the host's memory: no other engine takes them
 }
 

@@ -55,6 +55,30 @@ double f16_value(uint16_t bits) {
   return bits & 0x8000 ? -magnitude : magnitude;
 }
 
+double e4m3_value(uint8_t bits) {
+  const int exponent = bits >> 3 & 15, fraction = bits & 7;
+  const double magnitude =
+      exponent ? std::ldexp(8 + fraction, exponent - 10) : std::ldexp(fraction, -9);
+  if ((bits & 127) == 127) return std::numeric_limits<double>::quiet_NaN();
+  return bits & 128 ? -magnitude : magnitude;
+}
+
+// The nearest number's, of two the one with an even code. Codes of positive numbers grow with them.
+uint8_t e4m3_bits(double value) {
+  const auto sign = static_cast<uint8_t>(std::signbit(value) ? 128 : 0);
+  if (std::isnan(value)) return sign | 127;
+  const double magnitude = std::fabs(value);
+  int low = 0, high = 126;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (e4m3_value(static_cast<uint8_t>(middle)) <= magnitude ? low : high) = middle;
+  }
+  const double below = magnitude - e4m3_value(static_cast<uint8_t>(low));
+  const double above = e4m3_value(static_cast<uint8_t>(high)) - magnitude;
+  const bool down = below < above || (below == above && low % 2 == 0);
+  return static_cast<uint8_t>(sign | (down ? low : high));
+}
+
 // Calls `body(offset)` with the element offset of every element, row-major.
 template <class Body>
 void for_each_element(const ConstTensor& tensor, Body body) {
@@ -92,7 +116,9 @@ double load(const void* data, DType dtype, int64_t index) {
       return static_cast<double>(at<int64_t>(data, index));
     case DType::kBool:
       return at<uint8_t>(data, index);
-    default:  // no test reads codes by this
+    case DType::kE4M3:
+      return e4m3_value(at<uint8_t>(data, index));
+    default:  // no test reads other codes by this
       return 0;
   }
 }
@@ -113,6 +139,8 @@ void store(void* data, DType dtype, int64_t index, double value) {
       return put(data, index, static_cast<int64_t>(value));
     case DType::kBool:
       return put(data, index, static_cast<uint8_t>(value));
+    case DType::kE4M3:
+      return put(data, index, e4m3_bits(value));
     default:
       return;
   }

@@ -12,6 +12,7 @@ struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
   Tensor leftpad_k{}, sinks{}, tree_mask{}, bias{}, prefix_groups{}, prefix_lens{};
+  Tensor q_descale{}, k_descale{}, v_descale{};
   std::vector<TensorBinding> tensors{};
   operator ForwardArgs() const {
     return {.q = q,
@@ -27,7 +28,8 @@ struct ForwardTensors {
             .bias = bias,
             .tensors = tensors,
             .cache = {page_table, page_indptr, cache_batch_idx, leftpad_k},
-            .shared_prefix = {prefix_groups, prefix_lens}};
+            .shared_prefix = {prefix_groups, prefix_lens},
+            .descales = {q_descale, k_descale, v_descale}};
   }
 };
 

@@ -3,9 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <numbers>
 
+#include "base/convert.h"
 #include "call/mask.h"
 #include "kernels/host_device/dropout.h"
 #include "kernels/host_device/score.h"
@@ -18,6 +20,7 @@ static_assert(static_cast<int>(DType::kF16) == kernels::kF16);
 static_assert(static_cast<int>(DType::kBF16) == kernels::kBF16);
 static_assert(static_cast<int>(DType::kF32) == kernels::kF32);
 static_assert(static_cast<int>(DType::kBool) == kernels::kBool);
+static_assert(static_cast<int>(DType::kE4M3) == kernels::kE4M3);
 
 constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
 constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
@@ -53,14 +56,20 @@ bool has_cache(const Problem& p) {
          p.packed != p.packed_k;
 }
 
+OperandTypes multiplied(OperandTypes types) {
+  if (types.v == DType::kE4M3) types.v = DType::kF16;
+  return types;
+}
+
 KernelKey kernel_key(const Problem& p) {
+  const OperandTypes types = multiplied(p.dtypes);
   const auto rounded = [](int64_t dim, DType dtype) {
     const int step = kernels::k_step(element_of(dtype));
     return ceil_div(dim, step) * step;
   };
-  return {.dtypes = p.dtypes,
-          .head_dim = rounded(p.d, p.dtypes.k),
-          .value_dim = rounded(p.dv, p.dtypes.v),
+  return {.dtypes = types,
+          .head_dim = rounded(p.d, types.k),
+          .value_dim = rounded(p.dv, types.v),
           .has_left = left_binds(p),
           .has_right = right_binds(p),
           .has_chunk = chunk_binds(p),
@@ -85,6 +94,32 @@ std::string dtypes_rejected(const OperandTypes& dtypes) {
   if (!dtypes.in({DType::kBF16, DType::kF16})) return "computes bf16 and f16";
   // The tensor cores multiply operands of one type: q and k, and gradients of out with v.
   if (dtypes.q != dtypes.k || dtypes.v != dtypes.out) return "multiplies operands of one dtype";
+  return {};
+}
+
+std::string codes_rejected(const Problem& p) {
+  const std::array operands = {std::pair{"q", p.dtypes.q}, std::pair{"k", p.dtypes.k},
+                               std::pair{"v", p.dtypes.v}};
+  if (std::ranges::none_of(operands, [](const auto& x) { return is_low_bit(x.second); })) {
+    return p.dtypes == OperandTypes::all(p.dtypes.q) ? "" : "takes q, k, v and out of one dtype";
+  }
+  for (const auto& [name, dtype] : operands) {
+    if (is_low_bit(dtype) && dtype != DType::kE4M3) {
+      return fmt::format("takes no low-bit {} ({}) but e4m3", name, name_of(dtype));
+    }
+    if (dtype != DType::kE4M3) {
+      return fmt::format("takes e4m3 for all of q, k and v or for none, got {} of {}", name,
+                         name_of(dtype));
+    }
+  }
+  if (p.dtypes.out == DType::kF32) return "writes bf16 and f16 for e4m3, got an out of f32";
+  for (const auto& [name, scales] :
+       {std::pair{"q_descale", p.q_descale}, std::pair{"k_descale", p.k_descale},
+        std::pair{"v_descale", p.v_descale}}) {
+    if (!scales.of_rows) continue;
+    return fmt::format("takes a {} of the tensor or of sequences and kv heads, not one of rows",
+                       name);
+  }
   return {};
 }
 
@@ -117,8 +152,10 @@ kernels::Band band_of(const KernelKey& key, const Mask& mask) {
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
 
 bool transforms(const Problem& p) {
+  const bool biased = p.has(Arg::kBias);
   return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 ||
-         p.has(Arg::kAlibiSlopes) || (p.has(Arg::kBias) && p.scale < kMinBiasedScale);
+         p.has(Arg::kAlibiSlopes) ||
+         (biased && (p.scale < kMinBiasedScale || p.dtypes.q == DType::kE4M3));
 }
 
 CallParams call_params(const Problem& p, const kernels::Band& band) {
@@ -156,6 +193,8 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
 Sinks sinks_of(const ConstTensor& sinks) {
   return {sinks.data, static_cast<kernels::Element>(sinks.dtype)};
 }
+
+Descale descale_of(const Scales& at) { return {nullptr, element_of(at.dtype), at.batch, at.head}; }
 
 KeyPages key_pages(const Problem& p) {
   return {static_cast<int>(p.cache.entries),

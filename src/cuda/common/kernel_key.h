@@ -38,6 +38,7 @@ bool has_cache(const Problem& problem);
 
 /// What a problem fixes of the text of every kernel.
 struct KernelKey {
+  /// As products take them.
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
   bool has_left = false, has_right = false, has_chunk = false, top_left = false;
@@ -72,11 +73,18 @@ struct KernelKey {
 };
 KernelKey kernel_key(const Problem& problem);
 
+/// The dtypes that products take: V of e4m3 comes to those with P as f16.
+OperandTypes multiplied(OperandTypes types);
+
 /// The types of its operands as the kernels name them.
 kernels::Operands operands_of(const KernelKey& key);
 
 /// Why no kernel computes operands of these dtypes; empty where some may.
 std::string dtypes_rejected(const OperandTypes& dtypes);
+
+/// Why no kernel takes operands of these dtypes with these descales: codes that no GPU computes
+/// yet; empty where some may.
+std::string codes_rejected(const Problem& problem);
 
 /// What it fixes of those of the forward pass.
 struct AnyForwardKey : KernelKey {
@@ -110,11 +118,15 @@ kernels::Band band_of(const KernelKey& key, const Mask& mask);
 float scale_log2(const Problem& problem);
 
 /// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
-/// leaves nothing of it: 0 times the -inf of a hidden key is NaN.
+/// leaves nothing of it: 0 times the -inf of a hidden key is NaN. A bias is added to scores: of
+/// codes, what scales their products is known only when the call runs.
 bool transforms(const Problem& problem);
 
 /// What is computed, without addresses.
 CallParams call_params(const Problem& problem, const kernels::Band& band);
+
+/// A descale of sequences and kv heads, without its address.
+Descale descale_of(const Scales& at);
 
 /// The pages of its keys, without addresses.
 KeyPages key_pages(const Problem& problem);

@@ -49,6 +49,8 @@ std::array<Dimension, 3> outer_dimensions(const TensorShape& s) {
 }
 
 KernelUse copy_kernel() { return {{"common/copy_rows.cu", ""}, "fulgur_forward_copy", 0}; }
+KernelUse widen_kernel() { return {{"common/widen_rows.cu", ""}, "fulgur_forward_widen", 0}; }
+
 ForwardShapes forward_shapes(const Problem& p, int box_keys) {
   const OperandTypes types = p.dtypes;
   return {of_q(p, types.q, p.d, p.q, 64), of_k(p, types.k, p.d, p.k, box_keys),
@@ -96,16 +98,17 @@ std::string not_addressable(const TensorShape& shape) {
   return shape.strides.aligned ? "" : "its data lies at no multiple of 16 bytes";
 }
 
-TensorShape copied(const TensorShape& shape) {
+TensorShape copied(const TensorShape& shape, DType dtype) {
   TensorShape copy = shape;
-  const int64_t row = round_up(shape.dim, kCopyAlignment / size_of(shape.dtype));
+  copy.dtype = dtype;
+  const int64_t row = round_up(shape.dim, kCopyAlignment / size_of(dtype));
   copy.strides = {shape.rows * shape.heads * row, shape.heads * row, row};
   copy.column_stride = 1;
   return copy;
 }
 
-int64_t copied_bytes(const TensorShape& shape) {
-  return shape.batch * copied(shape).strides.batch * size_of(shape.dtype);
+int64_t copied_bytes(const TensorShape& shape, DType dtype) {
+  return shape.batch * copied(shape, dtype).strides.batch * size_of(dtype);
 }
 
 void* aligned_data(const char* name, const ConstTensor& t, bool empty) {

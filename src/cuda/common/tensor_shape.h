@@ -55,10 +55,12 @@ std::string rows_unsupported(const TensorShape& shape);
 /// Why copies of 16 bytes cannot address a tensor of this shape; empty when they can.
 std::string not_addressable(const TensorShape& shape);
 
-/// The same tensor in contiguous rows, each a multiple of 16 bytes.
-TensorShape copied(const TensorShape& shape);
+/// The same tensor in contiguous rows, each a multiple of 16 bytes; of elements of `dtype`.
+TensorShape copied(const TensorShape& shape, DType dtype);
+inline TensorShape copied(const TensorShape& shape) { return copied(shape, shape.dtype); }
 /// Bytes of that.
-int64_t copied_bytes(const TensorShape& shape);
+int64_t copied_bytes(const TensorShape& shape, DType dtype);
+inline int64_t copied_bytes(const TensorShape& shape) { return copied_bytes(shape, shape.dtype); }
 
 /// A run's data, where it is aligned as the plan was told; an empty tensor's may be anything.
 /// Throws Error(kInvalidArgument).
@@ -66,6 +68,8 @@ void* aligned_data(const char* name, const ConstTensor& tensor, bool empty);
 
 /// Copies a tensor that is not addressable to rows of multiples of 16 bytes.
 KernelUse copy_kernel();
+/// The same of a tensor of e4m3 into f16.
+KernelUse widen_kernel();
 inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks an SM
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorShape& from, const TensorShape& to);

@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "base/check.h"
-#include "base/convert.h"
 #include "call/append_then_attend.h"
+#include "cuda/common/kernel_key.h"
 #include "cuda/driver/driver.h"
 #include "cuda/engine/append.h"
 #include "cuda/engine/architectures.h"
@@ -38,11 +38,7 @@ class CudaEngine final : public Engine {
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
     if (p.expressions.given()) return "computes no score_mod and no mask_mod";
-    for (const auto& [name, dtype] :
-         {std::pair{"q", p.dtypes.q}, std::pair{"k", p.dtypes.k}, std::pair{"v", p.dtypes.v}}) {
-      if (is_low_bit(dtype)) return fmt::format("takes no low-bit {} ({})", name, name_of(dtype));
-    }
-    if (p.dtypes != OperandTypes::all(p.dtypes.q)) return "takes q, k, v and out of one dtype";
+    if (std::string why = codes_rejected(p); !why.empty()) return why;
     return no_family_computes(p, families_at(p.device.index));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {

@@ -81,7 +81,7 @@ void add_requests(const Problem& problem, const Target& target,
   }
   const bool forward = problem.pass == Pass::kForward;
   if (forward) {
-    add_of_none(append_kernel(problem.dtypes.k));
+    if (!is_low_bit(problem.dtypes.k)) add_of_none(append_kernel(problem.dtypes.k));
     add_of_none(CallKernel::kMerge);
   }
   if (forward || !problem.alike() || problem.has(Arg::kAlibiSlopes) || problem.has(Arg::kSinks)) {

@@ -3,7 +3,8 @@
 namespace fulgur::cuda::sm90 {
 
 bool rows_decide(const Problem& p) {
-  return p.invariant && !has_cache(p) && !p.has(Arg::kTreeMask) && p.dropout_p == 0;
+  return p.invariant && p.dtypes.q != DType::kE4M3 && !has_cache(p) && !p.has(Arg::kTreeMask) &&
+         p.dropout_p == 0;
 }
 
 int64_t few_queries(const Problem& p) { return rows_decide(p) ? kFewRows / p.group() : 0; }

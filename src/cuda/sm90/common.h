@@ -13,9 +13,9 @@ inline constexpr Target kTarget{90, Target::Form::kSpecific};
 inline constexpr int64_t kFewRows = 64;
 
 /// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
-/// invariant calls on contiguous keys that both compute: a decode kernel, which splits its keys,
-/// where it has up to kFewRows, and the forward kernel where it has more. Which the longest one is
-/// depends on the batch.
+/// invariant calls on contiguous keys that both compute, which are no codes: a decode kernel, which
+/// splits its keys, where it has up to kFewRows, and the forward kernel where it has more. Which
+/// the longest one is depends on the batch.
 bool rows_decide(const Problem& problem);
 /// The most queries of a sequence that a decode kernel computes then; 0: it computes none.
 int64_t few_queries(const Problem& problem);

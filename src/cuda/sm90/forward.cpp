@@ -23,6 +23,7 @@ std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
   if (plan.has_padding()) kernels.push_back(padding_kernel());
   if (plan.copies()) kernels.push_back(copy_kernel());
+  if (plan.widens_v) kernels.push_back(widen_kernel());
   return kernels;
 }
 
@@ -38,7 +39,6 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
   set_inputs();
   if (plan_.work.q_tiles > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel()).function;
-  if (plan_.copies()) copy_kernel_ = gpu_.kernel(copy_kernel()).function;
 }
 
 void ForwardExecutable::set_params(const Problem& p) {
@@ -52,25 +52,37 @@ void ForwardExecutable::set_params(const Problem& p) {
   params_.lse_head_stride = p.lse.head;
   params_.work = plan_.work;
   params_.pages = key_pages(p);
+  params_.q_descale = descale_of(p.q_descale);
+  params_.k_descale = descale_of(p.k_descale);
+  params_.v_descale = descale_of(p.v_descale);
   padding_ = padding_params(p);
 }
 
 void ForwardExecutable::set_inputs() {
-  const auto input = [&](const char* name, const TensorShape& shape, bool copied, int64_t offset,
-                         TensorMapBlob ForwardParams::*map, StridedTensor ForwardParams::*tensor) {
-    Input in{name, copied ? cuda::copied(shape) : shape, copied, offset, {}, map, tensor};
+  const auto input = [&](const char* name, const TensorShape& shape, DType dtype, bool copied,
+                         int64_t offset, TensorMapBlob ForwardParams::*map,
+                         StridedTensor ForwardParams::*tensor) {
+    Input in{name,  copied ? cuda::copied(shape, dtype) : shape, copied, offset, {}, {}, map,
+             tensor};
+    if (copied) {
+      const bool widens = dtype != shape.dtype;
+      in.copies = gpu_.kernel(widens ? widen_kernel() : copy_kernel()).function;
+    }
     const Layout& to = in.shape.strides;
     if (tensor != nullptr) params_.*tensor = {nullptr, to.batch, to.row, to.head};
     in.copy = copy_params(shape, in.shape);
     return in;
   };
   const auto& [q, k, v, bias] = workspace_.copies;
-  inputs_ = {
-      input("q", maps_.q, !plan_.copies_q.empty(), q, &ForwardParams::q_map, &ForwardParams::q),
-      input("k", maps_.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map, &ForwardParams::k),
-      input("v", maps_.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map, &ForwardParams::v)};
+  const OperandTypes types = plan_.dtypes;
+  inputs_ = {input("q", maps_.q, types.q, !plan_.copies_q.empty(), q, &ForwardParams::q_map,
+                   &ForwardParams::q),
+             input("k", maps_.k, types.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map,
+                   &ForwardParams::k),
+             input("v", maps_.v, types.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map,
+                   &ForwardParams::v)};
   if (plan_.bias != 0) {
-    inputs_.push_back(input("bias", maps_.bias, !plan_.copies_bias.empty(), bias,
+    inputs_.push_back(input("bias", maps_.bias, maps_.bias.dtype, !plan_.copies_bias.empty(), bias,
                             &ForwardParams::bias_map, nullptr));
   }
 }
@@ -89,6 +101,9 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
   p.pages.table = static_cast<const int*>(args.cache.page_table.data);
   p.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);
   p.sinks = sinks_of(args.sinks);
+  p.q_descale.data = args.descales.q_descale.data;
+  p.k_descale.data = args.descales.k_descale.data;
+  p.v_descale.data = args.descales.v_descale.data;
   p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
 
   const bool elements = plan_.store == ForwardPlan::Store::kElements;
@@ -115,7 +130,7 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
 void ForwardExecutable::launch(const Arguments& arguments, CUstream stream) const {
   for (size_t i = 0; i < inputs_.size(); ++i) {
     if (!inputs_[i].copied) continue;
-    cuda::launch(stream, copy_kernel_, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
+    cuda::launch(stream, inputs_[i].copies, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
                  kCopyThreads, 0, "launching the kernel that copies rows");
   }
   if (plan_.work.q_tiles > 0) {

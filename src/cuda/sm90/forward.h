@@ -33,8 +33,9 @@ class ForwardExecutable final : public Executable {
     const char* name = "";
     TensorShape shape;  ///< of the copy where it is copied
     bool copied = false;
-    int64_t offset = 0;        ///< of the copy in the workspace
-    ForwardCopyParams copy{};  ///< without addresses
+    int64_t offset = 0;           ///< of the copy in the workspace
+    ForwardCopyParams copy{};     ///< without addresses
+    CUfunction copies = nullptr;  ///< the kernel that makes the copy
     TensorMapBlob ForwardParams::*map = nullptr;
     StridedTensor ForwardParams::*tensor = nullptr;  ///< null: of the bias
   };
@@ -55,7 +56,7 @@ class ForwardExecutable final : public Executable {
   Reasons reasons_;
   ForwardShapes maps_;
   HostMetadata numbers_;
-  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
+  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
   ForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};

@@ -56,10 +56,14 @@ struct ForwardLaunch {
 struct ForwardPlan : ForwardKey, ForwardLaunch {
   /// Why q, k, v and the bias are copied to where TMA can address them; empty where they are not.
   std::string copies_q, copies_k, copies_v, copies_bias;
+  bool widens_v = false;  ///< the copy of v is of f16, where v has e4m3
   bool operator==(const ForwardPlan&) const = default;
 
   TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
-  bool copies() const { return !(copies_q + copies_k + copies_v + copies_bias).empty(); }
+  /// Whether there are copies of the tensors' own dtypes.
+  bool copies() const {
+    return !(copies_q + copies_k + copies_bias).empty() || (!copies_v.empty() && !widens_v);
+  }
   int block_rows() const { return 64 * consumers; }  ///< Br
   int threads() const { return 128 * (consumers + 1); }
   /// Floats that parts of split blocks leave for the last one.

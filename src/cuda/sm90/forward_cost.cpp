@@ -31,7 +31,9 @@ struct KeyTile {
 
 KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double scores = 64.0 * plan.block_keys;  // of a warpgroup
-  const double dims = plan.head_dim + plan.value_dim;
+  // Products of 8 bits are as fast as those of half as many columns of 16.
+  const double dims =
+      plan.head_dim * static_cast<double>(size_of(plan.dtypes.k)) / 2 + plan.value_dim;
   const double product = 2 * scores * dims / kTensorFlops;
   const bool slow = plan.transforms_scores || plan.dropout || plan.bias != 0;
   const double rate = slow ? kTransformScores : kSoftmaxScores;

@@ -55,7 +55,8 @@ struct Tile {
     kBiased = 8
   };  // but kPlain all take registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
-  int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
+  int scores;          ///< kDropped: transformed or not; kBiased: that, dropped or not
+  bool codes = false;  ///< of e4m3 alone, whose K leaves room for more keys
 };
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
 constexpr Tile kTiles[] = {
@@ -71,6 +72,7 @@ constexpr Tile kTiles[] = {
     {64, 192, 128, 2, 128, kAny | Tile::kBiased},
     {128, 192, 192, 2, 80, kAny},
     {128, 256, 256, 2, 64, kAny | Tile::kBiased},
+    {192, 256, 256, 2, 80, kUndropped, true},
     {128, 256, 256, 2, 32, Tile::kBiased},  // a bias of f32
 };
 
@@ -102,18 +104,19 @@ ForwardPlan common(const Problem& p) {
   const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
-  plan.copies_v = not_addressable(maps.v);
+  plan.widens_v = plan.dtypes.v != p.dtypes.v;
+  plan.copies_v = plan.widens_v ? "its e4m3 is multiplied as f16" : not_addressable(maps.v);
   plan.copies_bias = not_addressable(maps.bias);
   return plan;
 }
 
 /// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
 bool derive_stages(ForwardPlan& plan, int shared_bytes) {
-  plan.q_stages = plan.k_stages = plan.v_stages = 0;
-  const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
   const int most = std::min(kMaxStages, kKeysAhead / plan.block_keys);
   // Two buffers of Q hide the end of a block, where they leave enough to hide the loads of K and V.
   for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
+    plan.k_stages = plan.v_stages = 0;
+    const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
     const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
     plan.v_stages = std::min(room / (one.k_bytes + one.v_bytes), most);
     plan.k_stages = std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
@@ -261,18 +264,22 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
   ForwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   at.partial = arena.take(plan.partial_floats() * int64_t{sizeof(float)});
-  const auto copy = [&](const TensorShape& shape, const std::string& why) {
-    return arena.take(why.empty() ? 0 : copied_bytes(shape));
+  const auto copy = [&](const TensorShape& shape, DType dtype, const std::string& why) {
+    return arena.take(why.empty() ? 0 : copied_bytes(shape, dtype));
   };
-  at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
-               copy(maps.v, plan.copies_v), copy(maps.bias, plan.copies_bias)};
+  at.copies = {copy(maps.q, plan.dtypes.q, plan.copies_q),
+               copy(maps.k, plan.dtypes.k, plan.copies_k),
+               copy(maps.v, plan.dtypes.v, plan.copies_v),
+               copy(maps.bias, maps.bias.dtype, plan.copies_bias)};
   at.numbers = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
 }
 
 std::string forward_rejects(const Problem& p) {
-  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  const bool codes = p.dtypes.q == DType::kE4M3;
+  if (std::string why = dtypes_rejected(p.dtypes); !codes && !why.empty()) return why;
+  if (codes && p.cache.paged()) return "computes e4m3 without pages";
   if (p.has(Arg::kTreeMask)) return "computes without tree masks";
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
@@ -315,16 +322,18 @@ std::string forward_rejects(const Problem& p) {
 std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
+  const bool codes = p.dtypes.q == DType::kE4M3;
   const auto scores = p.has(Arg::kBias) ? Tile::kBiased
                       : p.dropout_p > 0 ? Tile::kDropped
                       : transforms(p)   ? Tile::kTransformed
                                         : Tile::kPlain;
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
-    if (!fits || (tile.scores & scores) == 0) continue;
+    if (!fits || (tile.scores & scores) == 0 || (tile.codes && !codes)) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     Fitting<ForwardPlan> t{common(p), 0, {}};
     if (tile.consumers == 1 && t.plan.value_dim == 112) continue;  // its O leaves no registers
+    if (tile.consumers == 1 && codes && t.plan.has_chunk && t.plan.dropout) continue;  // nor these
     t.plan.consumers = tile.consumers;
     t.plan.block_keys = tile.block_keys;
     t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;

@@ -13,6 +13,7 @@ constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
 auto type_of(DType dtype) {
   switch (dtype) {
     case DType::kBool:
+    case DType::kE4M3:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     case DType::kF32:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;

@@ -1,5 +1,6 @@
 // The end of a strip's rows: LSE, and O from registers to global memory.
 #pragma once
+#include "attention/descale.cuh"
 #include "attention/fragment_store.cuh"
 #include "attention/sinks.cuh"
 
@@ -11,9 +12,10 @@ __device__ __forceinline__ ElementO::Memory* output_row(const AttentionParams& p
   return row_of<ElementO>(p.o, place.batch, n.q_start + row, place.head);
 }
 
-// The normalizer with what dropout multiplies the entries that it keeps with.
+// The normalizer with the descale of V, and with what dropout multiplies the entries that it keeps with.
 __device__ __forceinline__ float output_scale(const AttentionParams& p, const Place& place, float sum, float shift) {
-  const float scale = normalizer(p.sinks, place.head, sum, shift);
+  float scale = normalizer(p.sinks, place.head, sum, shift);
+  if constexpr (kHasCodes) scale = descaled(p, place, scale);
   return kDropout ? scale * p.keep_scale : scale;
 }
 

@@ -50,6 +50,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
   const ScoreHead head = score_head(p, place.batch, place.head);
+  const float descale = kHasCodes ? product_descale(p, place) : 1;
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
   const int tokens = n.sk - n.sq;
   const unsigned long long tree = kTree ? tree_word(p.tree_mask, p, n, place.batch, row) : 0;
@@ -65,6 +66,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     for (int i = 0; i < kQuery; ++i) s += lane + 32 * i < p.d ? q[i] * element_of<ElementK>(k, lane + 32 * i) : 0;
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
+    if (kHasCodes) s *= descale;
     float weight = exp2_fast(exponent(p, at, s, bias_of(p, at), shift));
     if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
     done = true;

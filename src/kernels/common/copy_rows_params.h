@@ -1,4 +1,4 @@
-// Arguments of common/copy_rows.cu, the same for the host and the device.
+// Arguments of common/copy_rows.cu and common/widen_rows.cu, the same for the host and the device.
 #pragma once
 
 struct ForwardCopyParams {
@@ -9,6 +9,6 @@ struct ForwardCopyParams {
   void* to;  // [batch, rows, heads, chunks], contiguous, 16 bytes each; zero beyond dim
   long long chunks;  // of a row
   long long batch, rows, heads, dim;
-  int element_bytes;  // 1, 2 or 4
+  int element_bytes;  // of `from`: 1, 2 or 4
   long long column_stride;  // elements
 };

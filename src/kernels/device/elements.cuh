@@ -15,6 +15,10 @@ template <>
 struct InMemory<kBool> {
   using Type = unsigned char;
 };
+template <>
+struct InMemory<kE4M3> {
+  using Type = unsigned char;
+};
 
 // N elements that are loaded and stored at once, 16 bytes at a time where they are as many.
 template <class T, int N>
@@ -36,12 +40,21 @@ __device__ __forceinline__ float half_to_float(unsigned short x) {
   return y;
 }
 
+// Two codes of e4m3 as words of f16, which has each of their numbers.
+__device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
+  return halves;
+}
+
 template <Element kType>
 __device__ __forceinline__ float to_f32(typename InMemory<kType>::Type x) {
   if constexpr (kType == kF32) {
     return x;
   } else if constexpr (kType == kBF16) {
     return __uint_as_float(u32(x) << 16);
+  } else if constexpr (kType == kE4M3) {
+    return half_to_float(static_cast<unsigned short>(e4m3_to_f16(x)));
   } else {
     return half_to_float(x);
   }

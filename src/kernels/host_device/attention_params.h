@@ -25,6 +25,13 @@ struct Sinks {
   fulgur::kernels::Element type;
 };
 
+// Descales of codes [b, hk], f32 or f16; strides in elements, 0 where all have the same. null: they are 1.
+struct Descale {
+  const void* data;
+  fulgur::kernels::Element type;
+  long long batch, head;
+};
+
 // A dense bias [b, hq, sq, sk], kBias; strides in elements, 0 where all have the same.
 struct DenseBias {
   const void* data;
@@ -83,4 +90,5 @@ struct AttentionParams : CallParams {
   const int* cache_batch_idx;           // [b], kBatchIdx
   const int* leftpad_k;                 // [b], kLeftPad
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
+  Descale q_descale, k_descale, v_descale;  // of operands of e4m3
 };

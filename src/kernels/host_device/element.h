@@ -4,9 +4,9 @@
 
 namespace fulgur::kernels {
 
-enum Element : int { kF16, kBF16, kF32, kBool = 6 };  // kBool: of a mask alone
+enum Element : int { kF16, kBF16, kF32, kBool = 6, kE4M3 = 8 };  // kBool: of a mask alone
 
-FULGUR_SHARED int bytes_of(Element type) { return type == kF32 ? 4 : 2; }
+FULGUR_SHARED int bytes_of(Element type) { return type == kF32 ? 4 : type == kE4M3 ? 1 : 2; }
 
 // The types of a kernel's operands. A gradient has that of its tensor.
 struct Operands {

@@ -282,6 +282,83 @@ TEST_F(OnFakeGpu, PlansTellDecisionsAndRejections) {
   }
 }
 
+// V in f16 first; the kernel takes codes of q and k, and descales from where they lie.
+TEST_F(OnFakeGpu, CodesOfVAreWidenedFirst) {
+  ForwardCall call = forward_call({.dtype = DType::kE4M3, .sk = 900});
+  static const float scales[64] = {};
+  const Device device = call.args.q.device;
+  call.args.descales.q_descale =
+      Tensor::contiguous(const_cast<float*>(scales), DType::kF32, {1}, device);
+  call.args.descales.v_descale =
+      Tensor::contiguous(const_cast<float*>(scales) + 8, DType::kF16, {2, 2}, device);
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_EQ(plan.details().get<std::string>("copies.v"), "its e4m3 is multiplied as f16");
+  EXPECT_GE(plan.workspace().bytes, 2 * 900 * 2 * 128 * 2);
+  const ForwardArgs args = placed(call.args, kBase);
+  plan.run(args, call.run);
+  ASSERT_EQ(state_->launches.size(), 2u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_forward_widen");
+  const auto widened = params<ForwardCopyParams>(0);
+  EXPECT_EQ(widened.from, args.v.data);
+  EXPECT_EQ(widened.chunks, 128 / 8);
+  EXPECT_EQ(widened.row_stride, 2 * 128);
+  const auto p = params<ForwardParams>(1);
+  const FakeMap q = FakeMap::of(&p.q_map), k = FakeMap::of(&p.k_map), v = FakeMap::of(&p.v_map);
+  EXPECT_EQ(q.type, 0);  // bytes
+  EXPECT_EQ(q.box[0], 128u);
+  EXPECT_EQ(q.byte_strides[0], 8ull * 128);
+  EXPECT_EQ(k.type, 0);
+  EXPECT_EQ(k.address, args.k.data);
+  EXPECT_EQ(v.type, 6);  // f16
+  EXPECT_EQ(v.address, widened.to);
+  EXPECT_EQ(v.box[0], 64u);
+  EXPECT_EQ(v.byte_strides[0], 2ull * 2 * 128);
+  EXPECT_EQ(p.q_descale.data, scales);
+  EXPECT_EQ(p.q_descale.batch, 0);
+  EXPECT_EQ(p.k_descale.data, nullptr);
+  EXPECT_EQ(p.v_descale.data, scales + 8);
+  EXPECT_EQ(p.v_descale.type, kernels::kF16);
+  EXPECT_EQ(p.v_descale.batch, 2);
+  EXPECT_EQ(p.v_descale.head, 1);
+}
+
+TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
+  const auto expect_refused = [](const ForwardCall& call, const std::string& why) {
+    const auto plan = [&] { fulgur::plan(call.args, call.options); };
+    EXPECT_EQ(status_of(plan), Status::kUnsupported);
+    const std::string message = message_of(plan);
+    EXPECT_NE(message.find("engine cuda: " + why), std::string::npos) << message;
+  };
+  const ForwardCall codes = forward_call({.dtype = DType::kE4M3, .seqused = true});
+  const auto with = [&](auto change) {
+    ForwardCall call = codes;
+    change(call.args);
+    return call;
+  };
+  expect_refused(with([](ForwardArgs& a) { a.q.dtype = DType::kE5M2; }),
+                 "takes no low-bit q (e5m2) but e4m3");
+  expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kInt8; }),
+                 "takes no low-bit v (int8) but e4m3");
+  expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kBF16; }),
+                 "takes e4m3 for all of q, k and v or for none, got v of bf16");
+  expect_refused(with([](ForwardArgs& a) { a.out.dtype = DType::kF32; }),
+                 "writes bf16 and f16 for e4m3, got an out of f32");
+  expect_refused(with([](ForwardArgs& a) {
+                   a.descales.k_descale = a.k;
+                   a.descales.k_descale.dtype = DType::kF32;
+                   a.descales.k_descale.shape[3] = 1;
+                 }),
+                 "takes a k_descale of the tensor or of sequences and kv heads, not one of rows");
+  ForwardCall paged = codes;
+  paged.args.k.shape[0] = paged.args.v.shape[0] = 8;
+  paged.args.cache.page_table =
+      Tensor::contiguous(nullptr, DType::kI32, {2, 2}, codes.args.q.device);
+  expect_refused(paged, "computes e4m3 without pages");
+  ForwardCall tree = forward_call({.dtype = DType::kE4M3, .sq = 8});
+  tree.args.tree_mask = Tensor::contiguous(nullptr, DType::kI64, {2, 8}, codes.args.q.device);
+  expect_refused(tree, "computes without tree masks");
+}
+
 TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
   const auto message = [](const ForwardShape& shape) {
     const ForwardCall call = forward_call(shape);

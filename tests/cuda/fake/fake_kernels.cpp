@@ -41,6 +41,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
     {"fulgur_decode_combine", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
+    {"fulgur_forward_widen", sizeof(ForwardCopyParams)},
     {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
     {"fulgur_backward_prepare", sizeof(BackwardParams)},
     {"fulgur_backward_keys", sizeof(BackwardParams)},

@@ -537,6 +537,8 @@ TEST(Sm90Rejects, NamesWhatAndWhatInstead) {
   };
   EXPECT_EQ(why({}), "");
   EXPECT_EQ(why({.dtype = DType::kF32}), "computes bf16 and f16");
+  EXPECT_EQ(why({.dtype = DType::kE4M3}), "");
+  EXPECT_EQ(why({.dtype = DType::kE4M3, .sq = 1, .invariant = true}), "");
   EXPECT_EQ(why({.d = 264}), "computes d and dv up to 256, got 264 and 264");
   for (int64_t d = 1; d <= 256; d += d < 32 ? 1 : 15) {
     EXPECT_EQ(why({.d = d}), "");

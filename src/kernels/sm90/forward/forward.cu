@@ -151,12 +151,17 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
     if (kPacked || kSeqUsedQ) clear_rows_after_sequence(p, walk, view, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
+    const ProductScale scale = kHasCodes ? product_scale(p, load_place(view)) : ProductScale{1, c};
     const VisibleKeys visible = visible_keys_of_strip(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
     u32 P[kBlockKeys / 4];
     const auto adjust_scores = [&](bool rightmost) {
       const int key = walk.tile * kBlockKeys + int(thread_column());
+      if (kHasCodes && scale.first != 1) {
+#pragma unroll
+        for (float& s : S) s *= scale.first;
+      }
       transform_scores(p, S, view, walk.diagonal, key,
                        keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes);
       if (kBias) keys.release_loaded(leader);
@@ -190,7 +195,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       register_fence(S);
       if (!kBias) keys.release(leader);
       adjust_scores(true);
-      softmax_step<true>(S, P, O, rows, c);
+      softmax_step<true>(S, P, O, rows, scale.then);
       if (kDropout) kept.drop(P);
 
 #pragma unroll 1
@@ -210,7 +215,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         register_fence(O);
         values.release(leader);
         adjust_scores(false);
-        softmax_step<false>(S, P, O, rows, c);
+        softmax_step<false>(S, P, O, rows, scale.then);
         if (kDropout) kept.drop(P);
       }
 

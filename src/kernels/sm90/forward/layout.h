@@ -21,7 +21,7 @@ struct ForwardTile {
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct ForwardLayout {
-  int strip_bytes;  // Q, later O, of one warpgroup
+  int strip_bytes;  // Q, and where there are two buffers of it later O, of one warpgroup
   int q_bytes, k_bytes, v_bytes;
   int bias;              // in a buffer of K: a tile for each warpgroup, or one for all
   int strip_bias_bytes;  // of a warpgroup's
@@ -36,8 +36,8 @@ struct ForwardLayout {
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   ForwardLayout map = {};
-  map.strip_bytes =
-      kStripPanelBytes * max_of(panels_of(tile.types.q, tile.head_dim), panels_of(tile.types.o, tile.value_dim));
+  const int o_panels = tile.q_stages > 1 ? panels_of(tile.types.o, tile.value_dim) : 0;
+  map.strip_bytes = kStripPanelBytes * max_of(panels_of(tile.types.q, tile.head_dim), o_panels);
   map.q_bytes = tile.consumers * map.strip_bytes;
   map.k_bytes = panels_of(tile.types.k, tile.head_dim) * tile.block_keys * kPanelRowBytes;
   map.bias = map.k_bytes;

@@ -1,6 +1,6 @@
 // Warpgroup matrix products: D[64, N] += A[64, 16] B[16, N], D in fp32 registers, A in registers or shared memory, B in
-// shared memory. An operand in shared memory lies along k (Q and K: k runs along its rows of 128 bytes) or across (V:
-// k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
+// shared memory; of 8-bit elements k is 32. An operand in shared memory lies along k (Q and K: k runs along its rows of
+// 128 bytes) or across (V: k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
 #pragma once
 #include "host_device/element.h"
 #include "sm90/ptx/mbarrier.cuh"
@@ -88,9 +88,25 @@ struct Wgmma;
                    : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(+B_lies));                     \
     }                                                                                                                  \
   };
+// Operands of e4m3 lie along k.
+#define FULGUR_WGMMA_OF_E4M3(N, R, a, b, c, ...)                                                                        \
+  template <>                                                                                                          \
+  struct Wgmma<N, kE4M3> {                                                                                             \
+    template <Lies A_lies, Lies B_lies>                                                                                \
+    static __device__ __forceinline__ void multiply(float (&D)[R], u32 A, u32 B, int keep) {                           \
+      static_assert(A_lies == kAlongK && B_lies == kAlongK);                                                           \
+      asm volatile("{.reg .pred keep; .reg .b64 A, B; setp.ne.b32 keep, %" #c ", 0;\n"                                 \
+                   "mov.b64 A, {%" #a ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
+                   "mov.b64 B, {%" #b ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FULGUR_T##R "}, A, B, keep, 1, 1;}"     \
+                   : FULGUR_O##R                                                                                       \
+                   : "r"(A), "r"(B), "r"(keep));                                                                       \
+    }                                                                                                                  \
+  };
 #define FULGUR_WGMMA(N, R, ...)                         \
   FULGUR_WGMMA_OF(kBF16, "bf16", N, R, __VA_ARGS__)     \
-  FULGUR_WGMMA_OF(kF16, "f16", N, R, __VA_ARGS__)
+  FULGUR_WGMMA_OF(kF16, "f16", N, R, __VA_ARGS__)       \
+  FULGUR_WGMMA_OF_E4M3(N, R, __VA_ARGS__)
 FULGUR_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
 FULGUR_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 FULGUR_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)

@@ -1,0 +1,174 @@
+// Attention over codes of e4m3 in q, k and v, with descales of every kind that GPUs take: the case
+// list on every engine, against attention over the numbers that the codes stand for in double
+// precision.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <deque>
+#include <random>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "engine_memory.h"
+#include "engines.h"
+#include "fulgur/error.h"
+#include "oracle.h"
+#include "seed.h"
+
+namespace fulgur::test {
+namespace {
+
+// The tensor cores of a GPU add products of e4m3 with 13 bits.
+constexpr double kProducts = 0x1p-9;
+
+/// The call of a workload with codes for its q, k and v. The workload gets their numbers: a code
+/// has 4 bits, a descale as many, so that bf16 and f16 have each of their products.
+class CodedCall {
+ public:
+  CodedCall(Workload& w, uint64_t seed) : tensors(w.forward), w_(w), random_(seed) {
+    const int64_t group = w.c.hq / w.c.hk;
+    code(w.forward.q, group, &Rows::q_begin, &tensors.q, &tensors.q_descale);
+    code(w.forward.k, 1, &Rows::k_begin, &tensors.k, &tensors.k_descale);
+    code(w.forward.v, 1, &Rows::k_begin, &tensors.v, &tensors.v_descale);
+    if (w.c.sinks) {  // beside codes they are f32
+      const std::array shape{w.c.hq}, strides{int64_t{1}};
+      tensors.sinks = storages_.emplace_back(DType::kF32, w.c.hq).view(0, shape, strides);
+      write(tensors.sinks, read(w.forward.sinks));
+    }
+    for (Storage& s : storages_) s.seal();
+    w.seal();
+  }
+
+  testing::AssertionResult check_memory() const {
+    for (const Storage& s : storages_) {
+      if (auto result = s.all_unchanged(); !result) return result << " (codes)";
+    }
+    return w_.check_memory();
+  }
+
+  ForwardTensors tensors;
+
+ private:
+  /// Not given, of the tensor, or of sequences and kv heads, any of which may share one.
+  Tensor descale() {
+    const uint64_t kind = random_() % 6;
+    if (kind == 0) return {};
+    const auto batch = static_cast<int64_t>(w_.sequences.size());
+    const std::array shape{kind % 2 == 0 ? batch : 1, kind >= 4 ? w_.c.hk : 1};
+    const auto gap = static_cast<int64_t>(random_() % 3);
+    const std::array strides{shape[1] * (1 + gap) + gap, 1 + gap};
+    const size_t rank = kind == 1 ? 1 : 2;
+    const DType dtype = random_() % 2 == 0 ? DType::kF32 : DType::kF16;
+    Storage& storage = storages_.emplace_back(dtype, shape[0] * strides[0]);
+    const Tensor t = storage.view(0, std::span(shape).first(rank), std::span(strides).last(rank));
+    std::vector<double> values(static_cast<size_t>(t.numel()));
+    for (double& x : values) {
+      const auto mantissa = static_cast<double>(8 + random_() % 8);
+      const int exponent = -5 - static_cast<int>(random_() % 6);
+      x = std::ldexp(random_() % 8 == 0 ? -mantissa : mantissa, exponent);
+    }
+    write(t, values);
+    return t;
+  }
+
+  /// `group`: heads of `numbers` that share a kv head.
+  void code(const Tensor& numbers, int64_t group, int64_t Rows::*begin, Tensor* codes,
+            Tensor* descale) {
+    *descale = this->descale();
+    const auto rank = static_cast<size_t>(numbers.rank);
+    int64_t span = 1;
+    for (size_t i = 0; i < rank; ++i) {
+      span += std::max<int64_t>(numbers.shape[i] - 1, 0) * numbers.strides[i];
+    }
+    *codes =
+        storages_.emplace_back(DType::kE4M3, span)
+            .view(0, std::span(numbers.shape).first(rank), std::span(numbers.strides).first(rank));
+    const auto factors = descale->given() ? read(*descale) : std::vector<double>{1};
+    const auto [rows, heads, dim] =
+        std::array{numbers.shape[rank - 3], numbers.shape[rank - 2], numbers.shape[rank - 1]};
+    std::vector<double> x = read(numbers), coded(x.size());
+    for (size_t n = 0; n < x.size(); ++n) {
+      const auto row = static_cast<int64_t>(n) / dim / heads;
+      const int64_t kv = static_cast<int64_t>(n) / dim % heads / group;
+      const int64_t b = rank == 3 ? sequence_of(row, begin) : row / rows;
+      int64_t which = 0;
+      if (descale->rank == 2) {
+        which =
+            (descale->shape[0] > 1 ? b * descale->shape[1] : 0) + (descale->shape[1] > 1 ? kv : 0);
+      }
+      const double factor = factors[static_cast<size_t>(which)];
+      coded[n] = rounded(x[n] / factor, DType::kE4M3);
+      x[n] = coded[n] * factor;
+    }
+    write(*codes, coded);
+    write(numbers, x);
+  }
+
+  /// The sequence of a packed row; of rows around all, the first or the last.
+  int64_t sequence_of(int64_t row, int64_t Rows::*begin) const {
+    size_t b = 0;
+    while (b + 1 < w_.sequences.size() && w_.sequences[b + 1].*begin <= row) ++b;
+    return static_cast<int64_t>(b);
+  }
+
+  Workload& w_;
+  std::mt19937_64 random_;
+  std::deque<Storage> storages_;
+};
+
+testing::AssertionResult is_right(const Workload& w, const Expected& e, const std::string& engine) {
+  const double t = tolerance(w.c.dtype) + (engine == "cuda" ? kProducts : 0);
+  const auto& want = e.reference;
+  if (auto r = within("out", w.forward.out, want.out, e.naive.out, 2, t * e.unit.out); !r) return r;
+  return within("lse", w.forward.lse, want.lse, {}, 0, t * e.unit.lse);
+}
+
+class Codes : public testing::TestWithParam<std::tuple<Case, EngineInfo>> {};
+
+TEST_P(Codes, AreAttendedAsTheirNumbers) {
+  const auto& [c, engine] = GetParam();
+  if (!engine.unavailable.empty()) GTEST_SKIP() << engine.name << ": " << engine.unavailable;
+  const uint64_t seed = test_seed() ^ c.seed();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  Workload w(c, seed);
+  w.options.engine = engine.name;
+  CodedCall call(w, seed);
+  const Expected e = expect_forward(w);
+  try {
+    compute(call.tensors, w.options, w.run_options);
+  } catch (const Error& error) {
+    const bool lacks =
+        engine.name == "cuda" && (std::max(c.d, c.dv) > 256 || c.tree != Tree::kNone);
+    ASSERT_TRUE(lacks && error.status() == Status::kUnsupported) << error.what();
+    EXPECT_TRUE(w.nothing_written());
+    GTEST_SKIP() << error.what();
+  }
+  EXPECT_TRUE(is_right(w, e, engine.name));
+  EXPECT_TRUE(call.check_memory());
+}
+
+std::string name(const testing::TestParamInfo<Codes::ParamType>& info) {
+  const auto& [c, engine] = info.param;
+  return engine.name + "_" + c.name();
+}
+
+/// Out has the dtype of the case.
+std::vector<Case> coded(std::vector<Case> cases) {
+  std::erase_if(cases, [](const Case& c) { return size_of(c.dtype) != 2; });
+  return cases;
+}
+
+INSTANTIATE_TEST_SUITE_P(Small, Codes,
+                         testing::Combine(testing::ValuesIn(coded(small_cases())),
+                                          testing::ValuesIn(engines_here())),
+                         name);
+INSTANTIATE_TEST_SUITE_P(Large, Codes,
+                         testing::Combine(testing::ValuesIn(coded(large_cases())),
+                                          testing::ValuesIn(engines_here())),
+                         name);
+
+}  // namespace
+}  // namespace fulgur::test
