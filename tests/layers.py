@@ -22,7 +22,8 @@ PUBLIC = "include/fulgur"
 HOST_DEVICE = ["kernels/host_device"]
 SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
 CALL = [PUBLIC, "base", "expression", "call", *HOST_DEVICE]
-CUDA_COMMON = [*CALL, "engine", "kernels/common", "cuda/driver", "cuda/jit", "cuda/device"]
+CUDA_COMMON = [*CALL, "engine", "kernels/common", "kernels/backward", "cuda/driver", "cuda/jit",
+               "cuda/device"]
 KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
 SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
@@ -45,7 +46,7 @@ FOLDERS = {
     "cuda/device": [PUBLIC, "base", "cuda/driver", "cuda/jit"],
     "cuda/common": CUDA_COMMON,
     "cuda/sm90": [*CUDA_COMMON, "cuda/common", *SM90_PARAMS],
-    "cuda/portable": [*CUDA_COMMON, "cuda/common", "kernels/portable/forward"],
+    "cuda/portable": [*CUDA_COMMON, "cuda/common", "kernels/portable/forward", "kernels/portable/backward"],
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
     "api": [*CALL, "engine", "plan"],
@@ -53,11 +54,14 @@ FOLDERS = {
     "kernels/common": ATTENTION_KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],
     "kernels/attention": KERNEL,
-    "kernels/portable/forward": ATTENTION_KERNEL,
+    "kernels/backward": ATTENTION_KERNEL,
+    "kernels/portable/common": KERNEL,
+    "kernels/portable/forward": [*ATTENTION_KERNEL, "kernels/portable/common"],
+    "kernels/portable/backward": [*ATTENTION_KERNEL, "kernels/backward", "kernels/portable/common"],
     "kernels/sm90/ptx": KERNEL,
     "kernels/sm90/common": [*ATTENTION_KERNEL, "kernels/sm90/ptx"],
     "kernels/sm90/forward": SM90_KERNEL,
-    "kernels/sm90/backward": SM90_KERNEL,
+    "kernels/sm90/backward": [*SM90_KERNEL, "kernels/backward"],
     "kernels/sm90/decode": [*SM90_KERNEL, "kernels/common", "kernels/sm90/decode/schedule"],
     "kernels/sm90/decode/schedule": [*SM90_KERNEL, "kernels/sm90/decode"],
 }

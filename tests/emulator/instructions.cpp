@@ -1,6 +1,7 @@
 // Inline PTX, as the kernels use it (PTX ISA 8.x, the sections named as the instructions are):
 // numbers, memory, waiting, and the table of all instructions.
 #include <algorithm>
+#include <bit>
 #include <cctype>
 #include <cmath>
 #include <cstdarg>
@@ -145,6 +146,15 @@ void atomic_add(Context& c, const Instruction& i) {
   c.set(i.atoms[0], atomicAdd(at, static_cast<int>(c.get32(i.atoms[2]))));
 }
 
+void add_floats(Context& c, const Instruction& i) {
+  auto* const at = reinterpret_cast<float*>(c.get(i.atoms[0]));
+  const size_t bytes = 4 * size_t{i.count};
+  if (reinterpret_cast<uintptr_t>(at) % bytes != 0) fail("an unaligned addition: " + i.name);
+  current->writes_global(at, bytes);
+  for (size_t k = 0; k < i.count; ++k)
+    atomicAdd(at + k, std::bit_cast<float>(c.get32(i.atoms[k + 1])));
+}
+
 /// Rows of 8 elements of four 8 x 8 matrices, at the addresses of the lanes.
 struct Matrices {
   uint32_t address;
@@ -258,10 +268,12 @@ constexpr Known kKnown[] = {
     {"st.shared.", store_shared},
     {"ld.global.cg.", load_global},
     {"ld.acquire.gpu.global.s32", load_global_again},
+    {"ld.relaxed.gpu.global.s32", load_global},
     {"st.release.gpu.global.s32", store_global},
     {"atom.global.acq_rel.gpu.inc.u32", atomic_inc},
     {"atom.global.relaxed.gpu.inc.u32", atomic_inc},
     {"atom.global.acq_rel.gpu.add.u32", atomic_add},
+    {"red.global.add.", add_floats},
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},
     {"setmaxnreg.", nothing},

@@ -4,6 +4,7 @@
 
 #include "cuda/common/scores.h"
 #include "cuda/engine/cards.h"
+#include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
@@ -23,8 +24,8 @@ const Architecture& architecture_of(const Target& target) {
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
   static const Architecture kHopper{kHopperFamilies, kHopperCards};
-  static const std::array<const Family*, 2> kPortableFamilies = {&portable::forward_family(),
-                                                                 &scores_family()};
+  static const std::array<const Family*, 3> kPortableFamilies = {
+      &portable::forward_family(), &portable::backward_family(), &scores_family()};
   static const Architecture kPortable{kPortableFamilies, known_cards()};
   return target == sm90::kTarget ? kHopper : kPortable;
 }

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <charconv>
 #include <map>
 #include <mutex>
 #include <string_view>
@@ -37,7 +38,9 @@ std::string defect_of(const Cubin& cubin) {
   for (size_t at = log.find(kSpills); at != log.npos; at = log.find(kSpills, at + 1)) {
     const size_t before = log.find_last_not_of("0123456789", at - 1);
     const std::string_view bytes = log.substr(before + 1, at - before - 1);
-    if (bytes != "0") return fmt::format("spills {} bytes of registers", bytes);
+    int count = 0;
+    std::from_chars(bytes.data(), bytes.data() + bytes.size(), count);
+    if (count > kFewSpilledBytes) return fmt::format("spills {} bytes of registers", bytes);
   }
   // Remarks C7500 to C7599 of ptxas are about them.
   if (log.find("(C75") != log.npos) return "has tensor core products that wait for each other";

@@ -22,9 +22,12 @@ struct KernelUse {
   int shared_bytes = 0;
 };
 
-/// What the compiler said that makes a kernel slower than its text looks: registers that spill to
-/// memory, products of the tensor cores that wait for each other. Empty when it said nothing such,
-/// and of PTX, whose registers the driver gives out.
+/// Spills of a thread that cost less than another tile would.
+inline constexpr int kFewSpilledBytes = 64;
+
+/// What the compiler said that makes a kernel slower than its text looks: more than a few registers
+/// that spill to memory, products of the tensor cores that wait for each other. Empty when it said
+/// nothing such, and of PTX, whose registers the driver gives out.
 std::string defect_of(const Cubin& cubin);
 
 /// The sources and the compiler of every kernel. Throws as nvrtc_identity does.

@@ -138,7 +138,7 @@ WorkspaceNeed ForwardExecutable::workspace() const {
 
 const Family& forward_family() {
   static const PlannedFamily<ForwardCandidate> kFamily(
-      [](const Problem& p) { return p.pass != Pass::kScores; }, forward_rejects,
+      [](const Problem& p) { return p.pass == Pass::kForward; }, forward_rejects,
       forward_candidates);
   return kFamily;
 }

@@ -2,22 +2,19 @@
 
 #include <algorithm>
 
+#include "cuda/portable/rates.h"
 #include "kernels/host_device/key_walk.h"
 
 namespace fulgur::cuda::portable {
 namespace {
 
-// Of an SM, a clock.
-constexpr double kExponentials = 16;
-constexpr double kSharedBytes = 128;
-constexpr double kL2Bytes = 40;
+constexpr double kL2Bytes = 40;  // of an SM, a clock
 
 // Instructions of a score besides its product, by the compiled kernels: softmax alone, and what
 // softcap, ALiBi, a dense bias or dropout add.
 constexpr double kSoftmax = 6.2, kTransform = 6, kBias = 12, kDropout = 12;
 
 // Fitted to an H200, d 64 to 256, within 8%.
-constexpr double kNotHidden = 0.38;  // of the work of the units that do not bind
 constexpr double kTileCycles = 150;  // barriers of a key tile, and waits for the first fragments
 constexpr double kEndCycles = 2500;  // Q on its way in, O on its way out
 

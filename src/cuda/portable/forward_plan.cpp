@@ -112,7 +112,6 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
 }
 
 std::string forward_rejects(const Problem& p) {
-  if (p.pass != Pass::kForward) return "computes the forward pass alone";
   if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);

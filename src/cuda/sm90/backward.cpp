@@ -1,7 +1,6 @@
 #include "cuda/sm90/backward.h"
 
 #include <algorithm>
-#include <cmath>
 
 #include "cuda/common/launch.h"
 #include "cuda/sm90/common.h"
@@ -10,8 +9,7 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
-constexpr int kRowsThreads = 384, kPanelThreads = 128, kRepairThreads = 256;
-constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kReduceColumns = 32;
+constexpr int kRowsThreads = 384, kRepairThreads = 256, kReduceColumns = 32;
 constexpr int kMaxGridY = 65535;
 constexpr int kBiasGradientRows = 128, kBiasGradientKeys = 64, kBiasGradientThreads = 384;
 
@@ -19,37 +17,12 @@ constexpr int kBiasGradientRows = 128, kBiasGradientKeys = 64, kBiasGradientThre
 // others share the kernel. Some kernels see only how many lanes or panels the columns of a row
 // take.
 
-constexpr int kPanelColumns = 64, kWarpColumns = 32;
+constexpr int kWarpColumns = 32;
 
 int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
 KernelUse use(const char* source, const BackwardKey& key, const char* entry, int shared) {
   return {{source, kernel_config(key)}, entry, shared};
-}
-
-KernelUse prepare_kernel(const BackwardPlan& plan) {
-  // 8, 16 or 32 lanes take a row of dO, 8 columns each.
-  const int value_dim = plan.value_dim <= 64 ? 64 : plan.value_dim <= 128 ? 128 : 256;
-  BackwardKey key;
-  key.dtypes = plan.dtypes;
-  key.value_dim = value_dim;
-  key.dq_method = plan.dq_method;
-  key.rounds_dq = plan.rounds_dq;
-  if (plan.accumulates_dq()) key.head_dim = round_up(plan.head_dim, kPanelColumns);
-  if (plan.dq_method == DqMethod::kOrdered) {
-    key.block_rows = plan.block_rows;
-    key.block_keys = plan.block_keys;
-    key.has_left = plan.has_left;
-    key.has_right = plan.has_right;
-    key.has_chunk = plan.has_chunk;
-    key.top_left = plan.top_left;
-    key.seqused_k = plan.seqused_k;
-  }
-  key.packed = plan.packed;
-  key.seqused_q = plan.seqused_q;
-  key.has_dlse = plan.has_dlse;
-  key.elements = plan.elements;
-  return use("sm90/backward/prepare.cu", key, "fulgur_backward_prepare", 0);
 }
 
 KernelUse keys_kernel(const BackwardPlan& plan) {
@@ -68,21 +41,6 @@ KernelUse rows_kernel(const BackwardPlan& plan) {
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
-KernelUse round_kernel(const BackwardPlan& plan) {
-  BackwardKey key;
-  if (plan.repairs()) {
-    static_cast<KernelKey&>(key) = plan;
-    key.dropout = plan.dropout;
-  }
-  key.dtypes = plan.dtypes;
-  key.head_dim = round_up(plan.head_dim, kPanelColumns);
-  key.value_dim = round_up(plan.value_dim, kWarpColumns);
-  key.packed = plan.packed;
-  key.seqused_q = plan.seqused_q;
-  key.elements = plan.elements;
-  return use("sm90/backward/round.cu", key, "fulgur_backward_round", 0);
-}
-
 KernelUse repair_kernel(const BackwardPlan& plan) {
   BackwardKey key;
   static_cast<KernelKey&>(key) = plan;
@@ -90,13 +48,6 @@ KernelUse repair_kernel(const BackwardPlan& plan) {
   key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.dropout = plan.dropout;
   return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
-}
-
-KernelUse sinks_kernel(const BackwardPlan& plan) {
-  BackwardKey key;
-  key.packed = plan.packed;
-  key.seqused_q = plan.seqused_q;
-  return use("sm90/backward/sinks.cu", key, "fulgur_backward_sinks", 0);
 }
 
 /// Its tiles are 128 queries and 64 keys, whatever those of the kernel by keys are.
@@ -124,10 +75,8 @@ KernelUse reduce_kernel(const BackwardPlan& plan) {
   return use("sm90/backward/reduce.cu", key, "fulgur_backward_reduce", 0);
 }
 
-/// The kernel that stores dQ.
-KernelUse dq_kernel(const BackwardPlan& plan) {
-  return plan.accumulates_dq() ? round_kernel(plan) : rows_kernel(plan);
-}
+/// Whether round.cu rounds dQ.
+bool has_round_kernel(const BackwardPlan& plan) { return plan.accumulates_dq() && !plan.rounds_dq; }
 
 /// Where dbias lies, and over which dimensions its elements are sums.
 BiasSums bias_sums(const Problem& p) {
@@ -168,15 +117,12 @@ void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, BiasSums& sums) {
   sums.work_tiles = dbias.numel() == 0 ? 0 : blocks * sums.key_chunks;
 }
 
-StridedTensor strided(const Layout& layout, const void* data = nullptr) {
-  return {const_cast<void*>(data), layout.batch, layout.row, layout.head};
-}
-
 }  // namespace
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), prepare_kernel(plan)};
-  if (!plan.rounds_dq) kernels.push_back(dq_kernel(plan));
+  if (has_round_kernel(plan)) kernels.push_back(round_kernel(plan));
+  if (!plan.accumulates_dq()) kernels.push_back(rows_kernel(plan));
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
@@ -195,10 +141,9 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   if (workspace_.end == 0) return;
   set_params(problem);
   set_inputs(problem);
-  prepare_ = gpu_.kernel(prepare_kernel(plan_)).function;
+  row_kernels_ = RowKernels(problem, plan_, plan_, has_round_kernel(plan_), gpu_);
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
-  if (!plan_.rounds_dq) dq_ = gpu_.kernel(dq_kernel(plan_)).function;
-  if (plan_.dsinks) sinks_ = gpu_.kernel(sinks_kernel(plan_)).function;
+  if (!plan_.accumulates_dq()) rows_ = gpu_.kernel(rows_kernel(plan_)).function;
   if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
   if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
@@ -207,34 +152,15 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
 
 void BackwardExecutable::set_params(const Problem& p) {
   BackwardParams& to = params_;
-  static_cast<CallParams&>(to) = call_params(p, band_of(plan_, p.mask));
-  to.q = strided(p.q);
-  to.k = strided(p.k);
-  to.v = strided(p.v);
-  to.out = strided(p.out);
-  to.dout = strided(p.dout);
-  to.dq = strided(p.dq);
-  to.dk = strided(p.dk);
-  to.dv_grad = strided(p.dv_grad);
-  to.lse = {nullptr, p.lse.batch, p.lse.head};
-  to.dlse = {nullptr, p.dlse.batch, p.dlse.head};
-  const double p_scale = std::exp2(-plan_.p_log2());
-  to.p_log2 = static_cast<float>(plan_.p_log2());
-  to.scale = static_cast<float>(p.scale * p_scale);
-  to.dv_scale = static_cast<float>(p_scale / (1 - p.dropout_p));
-  to.p_scale = static_cast<float>(p_scale);
+  to = backward_params(p, plan_, plan_, plan_.p_log2());
   to.score_tiles = plan_.score_tiles;
-  to.batch = static_cast<int>(p.batch);
   to.splits = plan_.splits;
   to.split_heads = plan_.split_heads;
   to.row_splits = plan_.row_splits;
   to.row_split_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_splits), 1);
   to.cut_blocks = plan_.cut_blocks;
   to.first_partial = plan_.first_cut_head;
-  to.statistics_rows = plan_.statistics_rows;
   if (plan_.dbias) to.bias_sums = bias_sums(p);
-  row_chunks_ = std::max(ceil_div(p.sq, 64), 1);
-  batch_heads_ = static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY));
 }
 
 void BackwardExecutable::set_inputs(const Problem& p) {
@@ -262,23 +188,8 @@ void BackwardExecutable::set_inputs(const Problem& p) {
 BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& run,
                                           char* workspace) const {
   BackwardParams p = params_;
-  const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
-  p.q.data = data(args.q);
-  p.k.data = data(args.k);
-  p.v.data = data(args.v);
-  p.out.data = data(args.out);
-  p.dout.data = data(args.dout);
-  p.dq.data = data(args.dq);
-  p.dk.data = data(args.dk);
-  p.dv_grad.data = data(args.dv);
-  p.lse.data = static_cast<const float*>(args.lse.data);
-  p.dlse.data = static_cast<const float*>(args.dlse.data);
-  p.sinks = sinks_of(args.sinks);
-  p.dsinks = args.dsinks.data;
+  set_backward_tensors(p, args, run);
   if (plan_.dbias) set_bias_sums(args.dbias, params_.sk, gpu_.sms(), p.bias_sums);
-  p.dsinks_type = static_cast<kernels::Element>(args.dsinks.dtype);
-  set_tensors(p, args);
-  set_random_numbers(p, run);
   p.counters = reinterpret_cast<int*>(workspace);
   p.not_finite = p.counters + kernels::kSchedulerCounters;
   p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
@@ -323,12 +234,7 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
   // The first kernel sets semaphores by the order of key blocks. It starts after everything that is
   // on the stream, so that all kernels see the inputs; each other one starts early.
   if (!plan_.waves.empty()) p.key_blocks = plan_.waves.front().key_blocks;
-  launch(stream, prepare_, &p, {row_chunks_, batch_heads_}, kPrepareThreads, 0,
-         "launching the kernel that prepares rows");
-  if (plan_.dsinks) {
-    launch(stream, sinks_, &p, {p.hq}, kSinksThreads, 0, "launching the kernel of dsinks",
-           Start::kEarly);
-  }
+  row_kernels_.launch_first(stream, p);
   for (const BackwardWave& wave : plan_.waves) {
     p.wave = wave.wave;
     p.key_blocks = wave.key_blocks;
@@ -342,7 +248,7 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
              "launching the backward kernel by keys", Start::kEarly);
     }
     if (!plan_.accumulates_dq() && grid(p.row_blocks) > 0) {
-      launch(stream, dq_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
+      launch(stream, rows_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
              "launching the backward kernel by rows", Start::kEarly);
     }
   }
@@ -353,11 +259,7 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
     launch(stream, reduce_, &p, {blocks, batch_heads}, 2 * plan_.block_keys, 0,
            "launching the kernel that reduces dK and dV", Start::kEarly);
   }
-  if (plan_.accumulates_dq() && !plan_.rounds_dq) {
-    const int threads = kPanelThreads * kernels::dq_panels_of(plan_.head_dim);
-    launch(stream, dq_, &p, {row_chunks_, batch_heads_}, threads, 0,
-           "launching the kernel that rounds dQ", Start::kEarly);
-  }
+  row_kernels_.launch_last(stream, p);
   if (plan_.dbias) {
     const auto grid = std::min<int64_t>(gpu_.sms(), p.bias_sums.work_tiles);
     if (grid > 0) {

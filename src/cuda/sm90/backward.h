@@ -8,8 +8,8 @@
 #include "cuda/sm90/backward_plan.h"
 #include "cuda/sm90/tensor_map.h"
 #include "engine/engine.h"
+#include "kernels/backward/params.h"
 #include "kernels/common/copy_rows_params.h"
-#include "kernels/sm90/backward/params.h"
 
 namespace fulgur::cuda::sm90 {
 
@@ -46,9 +46,9 @@ class BackwardExecutable final : public Executable {
   BackwardPlan plan_;
   Reasons reasons_;
   HostMetadata metadata_;
-  CUfunction prepare_ = nullptr, keys_ = nullptr, dq_ = nullptr, sinks_ = nullptr,
-             bias_gradient_ = nullptr, reduce_ = nullptr, repair_ = nullptr, copy_ = nullptr;
-  int row_chunks_ = 0, batch_heads_ = 0;  ///< the grid of the kernels that prepare and round rows
+  RowKernels row_kernels_;
+  CUfunction keys_ = nullptr, rows_ = nullptr, bias_gradient_ = nullptr, reduce_ = nullptr,
+             repair_ = nullptr, copy_ = nullptr;
   BackwardWorkspace workspace_;
   BackwardParams params_{};  ///< what every run has in common
   std::vector<Input> inputs_;

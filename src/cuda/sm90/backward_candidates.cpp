@@ -25,30 +25,6 @@ constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
                            {DqMethod::kStored, 2},
                            {DqMethod::kAtomic, 1}};
 
-/// What the problem fixes.
-BackwardPlan common_plan(const Problem& p) {
-  BackwardPlan plan;
-  static_cast<KernelKey&>(plan) = kernel_key(p);
-  plan.dropout = p.dropout_p > 0;
-  plan.has_dlse = p.has(Arg::kDlse);
-  plan.dsinks = p.has(Arg::kDsinks);
-  plan.dbias = p.has(Arg::kDbias);
-  const BackwardShapes maps = backward_shapes(p);
-  plan.copies_q = not_addressable(maps.q);
-  plan.copies_k = not_addressable(maps.k);
-  plan.copies_v = not_addressable(maps.v);
-  plan.copies_dout = not_addressable(maps.dout);
-  plan.copies_bias = not_addressable(maps.bias);
-  const int64_t row_bytes[] = {p.d * size_of(p.dtypes.q), p.d * size_of(p.dtypes.k),
-                               p.dv * size_of(p.dtypes.v)};
-  plan.elements =
-      std::ranges::any_of(row_bytes, [](int64_t bytes) { return bytes % kCopyAlignment != 0; });
-  for (const TensorShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
-    plan.elements = plan.elements || !not_addressable(shape).empty();
-  }
-  return plan;
-}
-
 /// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
 /// derivative of softcap, and P without dropped entries.
 bool needs_wide(const BackwardPlan& plan) {
@@ -174,50 +150,18 @@ std::string not_accumulated(const BackwardPlan& plan, const Problem& p) {
   return {};
 }
 
-int statistics_rows(const Problem& p) {
-  const int64_t rows = kernels::kStatisticsRows;
-  return static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
-                                   : p.batch * ceil_div(p.sq, rows) * rows);
-}
-
 }  // namespace
-
-std::string backward_rejects(const Problem& p) {
-  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
-  if (std::max(p.sq, p.sk) >= kMaxRows) {
-    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
-                       p.sk);
-  }
-  const BackwardShapes maps = backward_shapes(p);
-  for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
-                                    std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {
-    if (const std::string why = rows_unsupported(*shape); !why.empty()) {
-      return fmt::format("{} {}", name, why);
-    }
-  }
-  // The kernels number blocks and the rows of statistics with ints.
-  constexpr double kMax = std::numeric_limits<int>::max();
-  const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
-  // Doubles, as q may have any number of heads if it has no rows.
-  const double batch = static_cast<double>(p.batch), heads = batch * static_cast<double>(p.hq);
-  if (heads * static_cast<double>(blocks) > kMax ||
-      batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMax) {
-    return fmt::format("computes up to 2^31 blocks of rows, got {:.0f} heads of {}", heads, blocks);
-  }
-  return {};
-}
 
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const Card& card,
                                                        std::vector<std::string>* rejected) {
   std::vector<Fitting<BackwardPlan>> tiles;
   for (const auto [dq_method, consumers] : kForms) {
     if (consumers == 1 && !is_short(p, card.sms)) continue;
-    Fitting<BackwardPlan> tile{common_plan(p), 0};
+    Fitting<BackwardPlan> tile;
     BackwardPlan& plan = tile.plan;
+    set_problem(p, plan, plan);
     plan.dq_method = dq_method;
+    if (dq_method == DqMethod::kOrdered) plan.dq_parts = kernels::dq_panels_of(plan.head_dim);
     plan.consumers = consumers;
     plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;
     plan.block_rows = step_rows(plan, p, card.sms);
@@ -229,7 +173,6 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
       if (!why.empty()) continue;
     }
     if (!derive_stages(plan, card.shared_bytes)) continue;
-    plan.statistics_rows = statistics_rows(p);
     plan.grid = card.sms;
     plan.rounds_dq = rounds_dq(p, plan, card.sms);
     BackwardPlan roomy = plan;

@@ -8,10 +8,6 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// Why the kernels of sm90/backward/ do not compute a backward problem, and what they do compute;
-/// empty if they do.
-std::string backward_rejects(const Problem& problem);
-
 /// A plan for every way to compute dQ and every tile that fits, with the stages that the shared
 /// memory has room for, and with the fastest waves that max_workspace has room for; if it has room
 /// for none, with those that take the least. `rejected` takes the others and why.

@@ -108,12 +108,10 @@ TileId BackwardPlan::tile() const {
   return {fmt::format("sm90_backward_{}", name_of(dq_method)), block_rows, block_keys};
 }
 
-int64_t BackwardPlan::dq_accum_floats(int64_t hq) const {
-  return accumulates_dq() ? hq * statistics_rows * kernels::dq_panels_of(head_dim) * 64 : 0;
-}
-
 int64_t BackwardPlan::dq_semaphores(int64_t hq) const {
-  return dq_method == DqMethod::kOrdered ? dq_accum_floats(hq) / kernels::kDqTileFloats : 0;
+  return dq_method == DqMethod::kOrdered
+             ? dq_accum_floats(hq * statistics_rows) / kernels::kDqTileFloats
+             : 0;
 }
 
 int64_t BackwardPlan::dq_additions(int64_t hq) const {
@@ -127,7 +125,8 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   const int64_t statistics = p.hq * plan.statistics_rows * int64_t{sizeof(float)};
   at.shift = arena.take(statistics);
   at.delta = arena.take(statistics);
-  at.dq_accum = arena.take(plan.dq_accum_floats(p.hq) * int64_t{sizeof(float)});
+  at.dq_accum =
+      arena.take(plan.dq_accum_floats(p.hq * plan.statistics_rows) * int64_t{sizeof(float)});
   at.dq_semaphore = arena.take(plan.dq_semaphores(p.hq) * int64_t{sizeof(int)});
   at.dq_additions = arena.take(plan.dq_additions(p.hq) * int64_t{sizeof(int)});
   at.zeros = arena.take(plan.accumulates_dq() ? 0 : kernels::kDsTileBytes);
@@ -173,25 +172,7 @@ Explanation describe(const BackwardPlan& plan) {
                                     plan.keys_shared_bytes));
   describe_dq(plan, e);
   describe_splits(plan, e);
-  describe_copies({{"q", plan.copies_q},
-                   {"k", plan.copies_k},
-                   {"v", plan.copies_v},
-                   {"dout", plan.copies_dout},
-                   {"bias", plan.copies_bias}},
-                  e);
-  e.details.add("dsinks", plan.dsinks);
-  e.details.add("dbias", plan.dbias);
-  if (plan.dbias) {
-    e.decisions.emplace_back(
-        "dbias by a kernel of its own, which computes S and dP again and adds in a fixed order");
-  }
-  if (plan.dsinks) {
-    e.decisions.emplace_back("dsinks by a kernel of its own, a CTA a head, in f64: deterministic");
-  }
-  if (plan.elements) {
-    e.details.add("stores_elements", true);
-    e.decisions.emplace_back("gradients are stored by elements: rows are no multiples of 16 bytes");
-  }
+  describe_backward(plan, plan, e);
   return e;
 }
 

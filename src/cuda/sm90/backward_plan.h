@@ -6,14 +6,12 @@
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/backward.h"
 #include "cuda/common/family.h"
 #include "cuda/sm90/common.h"
 #include "kernels/sm90/backward/layout.h"
-#include "kernels/sm90/backward/work.h"
 
 namespace fulgur::cuda::sm90 {
-
-using kernels::DqMethod;
 
 /// Registers a thread after setmaxnreg: of the producer, of warpgroups that own keys, and of the
 /// warpgroup that computes dQ.
@@ -22,45 +20,31 @@ struct BackwardRegisters {
 };
 
 /// What kernel_config.h fixes at compile time.
-struct BackwardKey : KernelKey {
-  int block_rows = 0;  ///< Br
-  int consumers = 2;   ///< warpgroups that compute dK and dV; 1: for a short call
-  int block_keys = 0;  ///< Bc: 64 for each of them, or 64 for both (wide)
+struct BackwardKey : AnyBackwardKey {
+  /// Warpgroups that compute dK and dV, each of 64 keys of Bc or both of 64 (wide); 1: for a short
+  /// call.
+  int consumers = 2;
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, dq_stages = 0;
-  DqMethod dq_method = DqMethod::kStored;
-  bool rounds_dq = false;             ///< the kernel by keys rounds dQ, too: of a short call
   int row_tiles = 0, row_stages = 0;  ///< of the kernel by rows
-  bool dropout = false, has_dlse = false;
-  bool elements = false;  ///< gradients are stored by elements
 
   template <class F>
   void for_each_field(const F& f) const {
-    KernelKey::for_each_field(f);
+    AnyBackwardKey::for_each_field(f);
     f("kConsumers", consumers);
-    f("kBlockRows", block_rows);
-    f("kBlockKeys", block_keys);
     f("kKStages", k_stages);
     f("kQStages", q_stages);
     f("kOStages", o_stages);
     f("kDsStages", ds_stages);
     f("kDqStages", dq_stages);
-    f("kDqMethod", dq_method);
-    f("kRoundsDq", rounds_dq);
     f("kHalfP", half_p());
     f("kRowTiles", row_tiles);
     f("kRowStages", row_stages);
     f("kProducerRegisters", registers().producer);
     f("kConsumerRegisters", registers().consumer);
     f("kDqRegisters", registers().dq);
-    f("kPackedK", packed);
-    f("kDropout", dropout);
-    f("kHasDlse", has_dlse);
-    f("kElements", elements);
   }
   bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
-  /// Whether dQ is added to dq_accum while dK and dV are computed; otherwise dS is stored.
-  bool accumulates_dq() const { return dq_method != DqMethod::kStored; }
   BackwardRegisters registers() const;
   kernels::ScoreTile score_tile() const { return {block_rows, block_keys}; }
   int rows_of_block() const;  ///< rows of a row block of the kernel by rows
@@ -83,8 +67,7 @@ struct BackwardLaunch {
   int keys_shared_bytes = 0, rows_shared_bytes = 0;
   kernels::ScoreTiles score_tiles{};
   std::vector<BackwardWave> waves;
-  int statistics_rows = 0;  ///< of a q head
-  int64_t ds_bytes = 0;     ///< of the largest wave
+  int64_t ds_bytes = 0;  ///< of the largest wave
   /// A kv head is computed in `splits` splits by different CTAs. Each has split_heads q heads of
   /// the group; row_splits of them have the same q heads and different rows.
   int splits = 1, split_heads = 1, row_splits = 1;
@@ -99,27 +82,17 @@ struct BackwardLaunch {
 };
 
 /// Every decision about a backward pass by the kernels of sm90/backward/.
-struct BackwardPlan : BackwardKey, BackwardLaunch {
-  /// Why tensors are copied to where TMA can address them; empty for those that are not.
-  std::string copies_q, copies_k, copies_v, copies_dout, copies_bias;
-  bool dsinks = false;  ///< the gradient of the sinks is wanted
-  bool dbias = false;   ///< that of the bias is
+struct BackwardPlan : BackwardKey, BackwardLaunch, AnyBackwardPlan {
   bool operator==(const BackwardPlan&) const = default;
 
   TileId tile() const;
-  /// Whether gradients may need repair, since a mask hides what products touch.
-  bool repairs() const { return has_left || has_right || bias != 0; }
   /// Whether a kernel of its own repairs them; the kernel that rounds dQ does it otherwise.
   bool has_repair_kernel() const { return repairs() && !accumulates_dq(); }
   int threads() const { return 128 * (consumers + 1 + accumulates_dq()); }  ///< of the keys' kernel
-  int64_t dq_accum_floats(int64_t hq) const;
   int64_t dq_semaphores(int64_t hq) const;
   int64_t dq_additions(int64_t hq) const;
   /// Whether a kernel adds partial dK and dV of splits after all waves.
   bool reduces() const { return splits > 1; }
-  bool copies() const {
-    return !(copies_q + copies_k + copies_v + copies_dout + copies_bias).empty();
-  }
 };
 
 /// Byte offsets in the workspace, after the counters. All 0 if nothing is launched.

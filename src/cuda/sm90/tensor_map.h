@@ -1,7 +1,7 @@
 #pragma once
 
 #include "cuda/common/tensor_shape.h"
-#include "kernels/sm90/common/tensor_map.h"
+#include "kernels/host_device/tensor_map.h"
 
 namespace fulgur::cuda::sm90 {
 

@@ -8,7 +8,7 @@
 #include <set>
 #include <string>
 
-#include "kernels/sm90/backward/params.h"
+#include "kernels/backward/params.h"
 #include "on_fake_gpu.h"
 
 namespace fulgur::test {

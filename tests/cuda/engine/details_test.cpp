@@ -113,7 +113,7 @@ TEST_F(DocumentedDetails, AreAll) {
   const ForwardCall tuned = forward_call({.batch = 5});
   cuda::tune(placed(tuned.args, kBase), tuned.options);
   add(tuned.args, tuned.options);
-  setenv("FAKE_NVRTC_SPILLS", "8", 1);
+  setenv("FAKE_NVRTC_SPILLS", "800", 1);
   add_forward({.d = 32});
 
   EXPECT_EQ(names_, documented());

@@ -4,9 +4,9 @@
 #include <array>
 #include <cmath>
 
+#include "kernels/backward/params.h"
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/padding_params.h"
-#include "kernels/sm90/backward/params.h"
 #include "on_fake_gpu.h"
 #include "rejected.h"
 

@@ -7,8 +7,8 @@
 
 #include "calls.h"
 #include "cuda/device/launch_memory.h"
+#include "kernels/backward/params.h"
 #include "kernels/common/padding_params.h"
-#include "kernels/sm90/backward/params.h"
 #include "on_fake_gpu.h"
 
 namespace fulgur::test {

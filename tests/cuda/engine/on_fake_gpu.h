@@ -12,6 +12,7 @@
 #include "../plans/backward_call.h"
 #include "cuda/jit/nvrtc.h"
 #include "engines.h"
+#include "kernels/backward/params.h"
 #include "kernels/portable/forward/params.h"
 #include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"

@@ -7,6 +7,7 @@
 
 #include "cuda/driver/driver.h"
 #include "fake_driver.h"
+#include "kernels/backward/params.h"
 #include "kernels/common/append_params.h"
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/merge_params.h"
@@ -15,7 +16,6 @@
 #include "kernels/common/upload_metadata_params.h"
 #include "kernels/host_device/prefix_split.h"
 #include "kernels/portable/forward/params.h"
-#include "kernels/sm90/backward/params.h"
 #include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"
 
@@ -38,6 +38,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_shared_prefix", sizeof(fulgur::kernels::PrefixSplit)},
     {"fulgur_forward", sizeof(ForwardParams)},
     {"fulgur_portable_forward", sizeof(PortableForwardParams)},
+    {"fulgur_portable_backward", sizeof(BackwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
     {"fulgur_decode_combine", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},

@@ -1,5 +1,5 @@
 // The formulas of the backward pass that the host and the device share
-// (src/kernels/sm90/backward/work.h, sm90/backward/layout.h), against the definition, score by
+// (src/kernels/backward/work.h, sm90/backward/layout.h), against the definition, score by
 // score.
 #include <gtest/gtest.h>
 

@@ -7,6 +7,7 @@
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/cards.h"
 #include "cuda/engine/choose.h"
+#include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
 #include "forward_call.h"
 
@@ -68,6 +69,66 @@ TEST(PortablePlan, AFasterCardIsPredictedToTakeFewerCycles) {
   EXPECT_LT(cycles(fast), cycles(slow));
 }
 
+TEST(PortableBackwardPlan, EveryCardHasTilesThatFit) {
+  for (const Card& card : known_cards()) {
+    for (const int64_t d : {1, 16, 64, 65, 96, 128, 129, 192, 193, 256}) {
+      for (const bool bias : {false, true}) {
+        std::vector<std::string> rejected;
+        Problem p = backward_problem({.sq = 700, .sk = 900, .d = d, .mask = causal()});
+        p.given.set(Arg::kBias, bias);
+        const auto tiles = backward_candidates(p, card, &rejected);
+        EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
+        std::set<std::string> names;  // tuning knows tiles by them
+        for (const auto& [plan, cycles, tuned_only] : tiles) {
+          EXPECT_LE(plan.shared_bytes, card.shared_bytes);
+          EXPECT_GE(plan.key_blocks.blocks * plan.block_keys, 900);
+          EXPECT_EQ(plan.key_blocks.batch_heads, p.batch * p.hk);
+          EXPECT_EQ(plan.dq_by_fours, card.capability >= 90);
+          EXPECT_GT(cycles, 0);
+          EXPECT_TRUE(names.insert(plan.tile().text()).second);
+        }
+      }
+    }
+  }
+}
+
+// A step takes fewer barriers where more of Q and dO fits.
+TEST(PortableBackwardPlan, StagesFillSharedMemory) {
+  const auto stages = [](const char* card, int64_t d) {
+    std::vector<std::string> rejected;
+    const Problem p = backward_problem({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .d = d});
+    return backward_candidates(p, card_called(card), &rejected).at(0).plan.stages;
+  };
+  EXPECT_EQ(stages("h200", 128), 3);
+  EXPECT_EQ(stages("a100", 128), 2);
+  EXPECT_EQ(stages("4090", 64), 2);
+  EXPECT_EQ(stages("4090", 256), 1);
+}
+
+TEST(PortableBackwardPlan, OrdersAdditionsWhereBitsAreWanted) {
+  const auto method = [](bool deterministic, bool invariant) {
+    Problem p = backward_problem({.d = 64, .invariant = invariant});
+    p.deterministic = deterministic;
+    std::vector<std::string> rejected;
+    return backward_candidates(p, card_called("a100"), &rejected).at(0).plan.dq_method;
+  };
+  EXPECT_EQ(method(false, false), DqMethod::kAtomic);
+  EXPECT_EQ(method(true, false), DqMethod::kOrdered);
+  EXPECT_EQ(method(false, true), DqMethod::kOrdered);
+}
+
+TEST(PortableBackwardPlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
+  std::set<std::string> tiles;
+  for (const int64_t batch : {1, 3, 200}) {
+    for (const int64_t sq : {1, 77, 5000}) {
+      const Problem p = backward_problem(
+          {.batch = batch, .sq = sq, .sk = 5000, .d = 64, .mask = causal(), .invariant = true});
+      tiles.insert(tile_of(p, card_called("a100")).text());
+    }
+  }
+  EXPECT_EQ(tiles.size(), 1u);
+}
+
 // The bits of a sequence depend on its tile.
 TEST(PortablePlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
   std::set<std::string> tiles;
@@ -83,9 +144,15 @@ TEST(PortablePlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
 
 TEST(PortablePlan, SaysWhatItDoesNotCompute) {
   EXPECT_EQ(forward_rejects(forward_problem({})), "");
-  EXPECT_EQ(forward_rejects(backward_problem({})), "computes the forward pass alone");
   EXPECT_EQ(forward_rejects(forward_problem({.d = 320})),
             "computes d and dv up to 256, got 320 and 320");
+  EXPECT_EQ(backward_rejects(backward_problem({})), "");
+  EXPECT_EQ(backward_rejects(backward_problem({.d = 320})),
+            "computes d and dv up to 256, got 320 and 320");
+  Problem biased = backward_problem({.bias = DType::kBF16});
+  EXPECT_EQ(backward_rejects(biased), "");
+  biased.given.set(Arg::kDbias, true);
+  EXPECT_EQ(backward_rejects(biased), "dbias: computes no gradient of a bias");
 }
 
 }  // namespace

@@ -1,9 +1,7 @@
 // Tiles of Q, K and V on their way into shared memory by cp.async.
 #pragma once
 #include "attention/pages.cuh"
-#include "device/cp_async.cuh"
-#include "device/mma_sync.cuh"
-#include "device/operands.cuh"
+#include "portable/common/copy_rows.cuh"
 #include "portable/forward/layout.h"
 #include "portable/forward/params.h"
 
@@ -16,37 +14,6 @@ enum : int {
   kPanelBytes = kBlockKeys * kPanelRowBytes,       // of K and V
 };
 
-// Starts the copies of this thread's part of a tile of `rows` rows to the panels at `to`: eight threads copy 128 bytes
-// of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes zeros, and so do columns
-// from `dim` on. `whole`: all rows are there.
-template <class Type, int rows, int columns, bool whole, class RowAt>
-__device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at) {
-  constexpr int kStep = kThreads / 8;
-  static_assert(rows % kStep == 0);
-  const u32 lane = lane_of_warp();
-  const int first = threadIdx.x / 32 * 4 + lane / 8;
-  const int column = lane % 8 * 8;
-  to += swizzled(first, lane % 8);
-#pragma unroll
-  for (int row = 0; row < rows; row += kStep) {
-    const typename Type::Memory* from = row_at(first + row);
-    const bool there = whole || from != nullptr;
-    if (!there) from = static_cast<const typename Type::Memory*>(any);
-#pragma unroll
-    for (int panel = 0; panel < panels_of(Type::kType, columns); ++panel) {
-      const int at = 64 * panel + column;
-      if (64 * panel + 64 > columns && at >= columns) continue;
-      const u32 place = to + panel * rows * kPanelRowBytes + row * kPanelRowBytes;
-      if (whole && kWholeColumns) {
-        async_copy16(place, from + at);
-      } else {
-        const u32 bytes = there ? bytes_of_chunk(at, dim) : 0;
-        async_copy16(place, bytes > 0 ? from + at : from, bytes);
-      }
-    }
-  }
-}
-
 // Q of the strips of a q tile; strip_row(i) is where strip i begins. Rows after the end of the sequence become zeros: the
 // lazy rescale votes over the rows of a warp, so that the bits of a row depend on the others, and zeros depend on nothing
 // but where the sequence ends.
@@ -55,7 +22,7 @@ __device__ __forceinline__ void start_q(const PortableForwardParams& p, u32 smem
                                         const StripRow& strip_row) {
 #pragma unroll
   for (int strip = 0; strip < kStrips; ++strip)
-    copy_rows<ElementQ, kStripRows, kHeadDim, false>(
+    copy_rows<ElementQ, kThreads, kStripRows, kHeadDim, false>(
         smem + kLayout.q + strip * kLayout.strip_bytes, p.q.data, p.d, [&](int i) {
           const int row = strip_row(strip) + i;
           return row < n.sq ? row_of<ElementQ>(p.q, tile.batch, n.q_start + row, tile.head) : nullptr;
@@ -126,7 +93,7 @@ class KeyValueTiles {
     using Memory = typename Type::Memory;
     const bool whole = key + kBlockKeys <= n_.sk;
     if constexpr (kPage > 0) {
-      copy_rows<Type, kBlockKeys, columns, false>(to, t.data, dim, [&](int i) -> const Memory* {
+      copy_rows<Type, kThreads, kBlockKeys, columns, false>(to, t.data, dim, [&](int i) -> const Memory* {
         const PageRow at = page_row(p_.pages, batch_, n_.k_start, n_.sk, key + i);
         if (at.page < 0) return nullptr;
         return static_cast<const Memory*>(t.data) + at.page * t.batch + at.row * t.row + head_ * t.head;
@@ -135,9 +102,9 @@ class KeyValueTiles {
       const Memory* const rows = static_cast<const Memory*>(t.data) + head_ * t.head +
                                  key_entry(p_, batch_) * t.batch + (n_.k_start + key) * t.row;
       if (whole) {
-        copy_rows<Type, kBlockKeys, columns, true>(to, t.data, dim, [&](int i) { return rows + i * t.row; });
+        copy_rows<Type, kThreads, kBlockKeys, columns, true>(to, t.data, dim, [&](int i) { return rows + i * t.row; });
       } else {
-        copy_rows<Type, kBlockKeys, columns, false>(
+        copy_rows<Type, kThreads, kBlockKeys, columns, false>(
             to, t.data, dim, [&](int i) { return key + i < n_.sk ? rows + i * t.row : nullptr; });
       }
     }

@@ -10,7 +10,7 @@
 #include "attention/mask.cuh"
 #include "sm90/common/ring.cuh"
 #include "sm90/backward/layout.cuh"
-#include "sm90/backward/params.h"
+#include "backward/params.h"
 
 __device__ constexpr BiasGradientLayout kSums = bias_gradient_layout(kTile);
 enum : int {

@@ -8,8 +8,8 @@
 // computes dQ. docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 #include "sm90/backward/dq_accum.cuh"
-#include "sm90/backward/repair.cuh"
-#include "sm90/backward/round.cuh"
+#include "backward/repair.cuh"
+#include "backward/round.cuh"
 
 // Two choices that are faster where dQ is accumulated, except in order for head dims above 96: arithmetic on scores
 // overlaps the second of two products, unless the derivative of softcap takes the registers for that; and K and V are

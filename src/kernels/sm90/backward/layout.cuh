@@ -1,8 +1,7 @@
 // The layouts of shared memory and of dS in the workspace, for the constants of kernel_config.h.
 #pragma once
-#include "device/operands.cuh"
+#include "backward/layout.cuh"
 #include "sm90/backward/layout.h"
-#include "sm90/backward/params.h"
 
 __device__ constexpr BackwardTile kTile = {kOperands, kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kDqStages,
@@ -10,19 +9,12 @@ __device__ constexpr BackwardTile kTile = {kOperands, kHeadDim, kValueDim, kCons
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys < 64 * kConsumers ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
-__device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
-
-using ElementP = ElementO;   // of P, which is multiplied with dO
-using ElementDs = ElementQ;  // of dS, which is multiplied with Q and K
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),
-  kAccumulatesDq = kDqMethod != int(DqMethod::kStored),
-  kOrderedDq = kDqMethod == int(DqMethod::kOrdered),
   kKeysThreads = 128 * (kConsumers + 1 + kAccumulatesDq),  // of keys.cu
   kQPanels = panels_of(ElementQ::kType, kHeadDim),
   kKPanels = panels_of(ElementK::kType, kHeadDim),
-  kDqPanels = dq_panels_of(kHeadDim),
   kVPanels = panels_of(ElementV::kType, kValueDim),
   kOPanels = panels_of(ElementO::kType, kValueDim),
   kLastColumns = kHeadDim - 64 * (kDqPanels - 1),  // columns of the last panel of dQ
@@ -30,7 +22,6 @@ enum : int {
   kDsTilesOfScoreTile = kRowSteps * kBlockKeys / kDsTileKeys,
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
   kDqTilesOfStep = kRowSteps * kDqPanels,
-  kRepairs = kHidesKeys,  // a hidden NaN or infinity may reach gradients
   // The last key blocks may be cut into two work tiles.
   kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHidesKeys && !kPacked,
 };

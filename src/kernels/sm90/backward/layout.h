@@ -1,15 +1,22 @@
 // Layouts of shared memory of the Hopper backward kernels.
+//
+// kernel_config.h has besides what backward/params.h names:
+//   kConsumers      consumer warpgroups: 2, or 1 for a short call. Br is 64 or 128, of keys_wide.cu 64; Bc is 64 for
+//                   each consumer warpgroup of keys.cu, 64 for both of keys_wide.cu
+//   kKStages        stages of K; with two, a key block begins while the last products of the one before run
+//   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ
+//   kHalfP          1: for bf16 inputs keys_wide.cu passes P between warpgroups as f16, which has three more bits
+//   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
+//   kRowStages      stages of dS and K in rows.cu
+//   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers a thread after setmaxnreg
 #pragma once
 #include "host_device/element.h"
-#include "sm90/backward/work.h"
+#include "backward/work.h"
 #include "attention/bias_tile.h"
 
 namespace fulgur::kernels {
 
 enum : int { kBackwardPanelBytes = 64 * kPanelRowBytes };  // 64 rows of a panel
-
-// dQ is accumulated by panels of 64 columns of f32.
-FULGUR_SHARED int dq_panels_of(int head_dim) { return (head_dim + 63) / 64; }
 
 // The panels of K or V that keys_wide.cu holds in registers.
 FULGUR_SHARED int panels_in_registers(Element type, int dim) { return min_of(panels_of(type, dim), 2); }
@@ -21,12 +28,6 @@ struct BackwardTile {
   int row_stages, dq_stages;
   int bias = 0;  // 1 + its element type; 0: there is none
   bool bias_rows = false;
-};
-
-enum : int {
-  kDqTileFloats = 64 * 64,  // room of a dQ tile: 64 rows of a panel
-  // A flag of a semaphore: no key block has added to the dQ tile yet, so the first one stores instead.
-  kFirstToAdd = 1 << 30,
 };
 
 // A key block: what the producer tells the consumers of a work tile.

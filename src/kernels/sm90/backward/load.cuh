@@ -5,7 +5,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
-#include "sm90/backward/params.h"
+#include "backward/params.h"
 
 using KBuffer = Buffers<kKeysLayout.k, kKeysLayout.k_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, kKStages>;
 using VBuffer = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.v_full, kKeysLayout.v_empty, 1>;

@@ -1,6 +1,6 @@
 // repair.cuh as a kernel of its own, for calls whose dQ the kernel by rows computes; otherwise round.cu repairs.
 #include "device/dependent_launch.cuh"
-#include "sm90/backward/repair.cuh"
+#include "backward/repair.cuh"
 
 enum : int { kWarps = 8 };
 

@@ -10,7 +10,7 @@
 #include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
-#include "sm90/backward/params.h"
+#include "backward/params.h"
 
 enum : int { kRowsOfBlock = kConsumers * kRowTiles * kDsTileRows, kTilesOfBlock = kRowsOfBlock / kBlockRows };
 

@@ -36,9 +36,9 @@
 #include "common/append_params.h"
 #include "host_device/attention_params.h"
 #include "host_device/stream_k.h"
-#include "sm90/common/tensor_map.h"
+#include "host_device/tensor_map.h"
 
-// As sm90/common/tensor_map.h says, but for L2 promotion 128B; kBoxKeys.
+// As host_device/tensor_map.h says, but for L2 promotion 128B; kBoxKeys.
 struct DecodeMaps {
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same

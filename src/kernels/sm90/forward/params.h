@@ -46,9 +46,9 @@
 // sm90/forward_layout says how much shared memory each has.
 #pragma once
 #include "host_device/attention_params.h"
-#include "sm90/common/tensor_map.h"
+#include "host_device/tensor_map.h"
 
-// As sm90/common/tensor_map.h says.
+// As host_device/tensor_map.h says.
 struct TensorMaps {
   TensorMapBlob q_map;  // dims {d,  sq, hq, b}   box {a panel's columns, 64, 1, 1}
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {a panel's columns, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}

@@ -2,8 +2,7 @@
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "device/schedule.cuh"
-#include "sm90/backward/layout.cuh"
-#include "sm90/backward/params.h"
+#include "backward/layout.cuh"
 
 // `panels` panels, from `panel` on, of dQ of 64 rows, from `first` on, by a warpgroup, of which each warp stores 16
 // rows. The rows of the sequence and head begin at row `at` of the statistics.
@@ -22,11 +21,17 @@ __device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, 
     for (int j = 0; j < 8; ++j) {
       if (j >= eights) break;
       const int place = int(threadIdx.x) % 128 / 32 * eights + j;
-      const float4 x = load_global_fresh4(accum + (panel + i) * kDqTileFloats + (place * 32 + threadIdx.x % 32) * 4);
-      dQ[i][4 * j] = x.x;
-      dQ[i][4 * j + 1] = x.y;
-      dQ[i][4 * j + 2] = x.z;
-      dQ[i][4 * j + 3] = x.w;
+      if constexpr (kDqByFours != 0) {
+        const float4 x = load_global_fresh4(accum + (panel + i) * kDqTileFloats + (place * 32 + threadIdx.x % 32) * 4);
+        dQ[i][4 * j] = x.x;
+        dQ[i][4 * j + 1] = x.y;
+        dQ[i][4 * j + 2] = x.z;
+        dQ[i][4 * j + 3] = x.w;
+      } else {
+        const float* const from = accum + (panel + i) * kDqTileFloats + place * 128 + threadIdx.x % 32;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dQ[i][4 * j + e] = load_global_fresh(from + 32 * e);
+      }
     }
   }
   Finite<ElementQ> finite;

@@ -1,22 +1,17 @@
-// Arguments of the Hopper backward kernels (sm90/backward/*.cu), which the host and the device share.
+// Arguments of the backward kernels of every architecture, which the host and the device share.
 //
-// kernel_config.h, generated per plan, holds an anonymous enum of ints:
+// kernel_config.h, generated per plan, holds an anonymous enum of ints; those that all kernels have:
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
-//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
+//   kHeadDim        d rounded up to 16 (<= 256)
 //   kValueDim       dv rounded up to 16 (<= 256)
-//   kConsumers      consumer warpgroups: 2, or 1 for a short call
-//   kBlockRows      Br: rows of Q of a step of keys.cu, 64 or 128; keys_wide.cu: 64
-//   kBlockKeys      Bc: keys of a key block, 64 for each consumer warpgroup of keys.cu; keys_wide.cu: 64 for both
-//   kKStages        stages of K; with two, a key block begins while the last products of the one before run
-//   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ
-//   kDqMethod       a DqMethod. kAtomic, kOrdered: a third consumer warpgroup of keys.cu adds dQ to dq_accum in f32,
-//                   and round.cu rounds it. kStored: dS is stored, and rows.cu computes dQ from it
+//   kBlockRows      Br: rows of Q of a step of the kernel by keys
+//   kBlockKeys      Bc: keys of a key block
+//   kDqMethod       a DqMethod
+//   kDqParts        kOrdered: semaphores of 64 rows of dQ, or of a row tile if that is smaller
+//   kDqByFours      1: four sums of dQ of a thread are added at once, and lie so in dq_accum
 //   kRoundsDq       1: the CTA that completes dQ of 64 rows rounds them, and warps of keys.cu repair what they have
 //                   stored, so that round.cu is not launched. Each CTA has one key block, with at most 1024 rows
-//   kHalfP          1: for bf16 inputs keys_wide.cu passes P between warpgroups as f16, which has three more bits
-//   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
-//   kRowStages      stages of dS and K in rows.cu
-//   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers a thread after setmaxnreg
+//   kEarlyStarts    1: kernels start while the one before runs (device/dependent_launch.cuh)
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked, kSeqUsedQ,
 //   kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
@@ -24,10 +19,10 @@
 //   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes
 #pragma once
 #include "host_device/attention_params.h"
-#include "sm90/backward/work.h"
-#include "sm90/common/tensor_map.h"
+#include "backward/work.h"
+#include "host_device/tensor_map.h"
 
-// As sm90/common/tensor_map.h says; all boxes are {64, 64, 1, 1}.
+// For Hopper's kernels alone, as host_device/tensor_map.h says; all boxes are {64, 64, 1, 1}.
 struct BackwardShapes {
   TensorMapBlob q_map;     // dims {d,  sq, hq, b}
   TensorMapBlob k_map;     // dims {d,  sk, hk, b}
@@ -72,7 +67,7 @@ struct BackwardParams : BackwardShapes, CallParams {
   int split_heads;      // q heads of a split: the group or an equal part of it
   int row_splits;       // splits that have the same q heads and different rows; 1 with stored dS
   int row_split_tiles;  // row tiles of each of these
-  int cut_blocks;       // key blocks that are two work tiles (sm90/backward/work.h); 0 unless kCuts
+  int cut_blocks;       // key blocks that are two work tiles (backward/work.h); 0 unless kCuts
   int first_partial;    // heads before it (batch * heads + head) have no partial dK and dV
   int statistics_rows;  // of a q head
 

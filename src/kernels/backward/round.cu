@@ -1,13 +1,13 @@
 // dQ from dq_accum: scaled, rounded, stored. As the last kernel of a call it also repairs gradients that a hidden NaN
 // or infinity has reached (repair.cuh): each CTA the rows of dQ that it rounds, all CTAs dK and dV.
 #include "device/dependent_launch.cuh"
-#include "sm90/backward/repair.cuh"
-#include "sm90/backward/round.cuh"
+#include "backward/repair.cuh"
+#include "backward/round.cuh"
 
 enum : int { kRoundThreads = 128 * kDqPanels };
 
 // A CTA takes 64 rows, a warpgroup of it one panel. Grid: (chunks of 64 rows of the longest sequence, batch * hq).
-extern "C" __global__ void __launch_bounds__(kRoundThreads, 2)
+extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours ? 2 : 1)
     fulgur_backward_round(const __grid_constant__ BackwardParams p) {
   wait_for_earlier_kernels();
   const int panel = threadIdx.x / 128;

@@ -1,7 +1,8 @@
-// How the Hopper backward pass divides its work. The scores of a q head are cut into score tiles of Br x Bc. The kernel
-// by keys (keys.cu, keys_wide.cu) takes key blocks of Bc keys and iterates over the row tiles of Br rows that see them.
-// It computes dK and dV, and either adds dQ to dq_accum or stores dS, from which the kernel by rows (rows.cu) computes
-// dQ = dS K. The workspace does not hold dS of every call at once: a wave is the part of a call whose dS it holds.
+// How the backward pass divides its work. The scores of a q head are cut into score tiles of Br x Bc. A kernel by keys
+// takes key blocks of Bc keys and iterates over the row tiles of Br rows that see them. It computes dK and dV, and
+// either adds dQ to dq_accum or, on Hopper alone, stores dS, from which the kernel by rows (sm90/backward/rows.cu)
+// computes dQ = dS K. The workspace does not hold dS of every call at once: a wave is the part of a call whose dS it
+// holds.
 #pragma once
 #include "host_device/mask.h"
 
@@ -19,9 +20,17 @@ enum : int { kDsTileRows = 64, kDsTileKeys = 64, kDsTileBytes = 2 * kDsTileRows 
 // The statistics of a sequence (LSE and D of its rows) begin at a multiple of this number of rows.
 enum : int { kStatisticsRows = 128 };
 
+enum : int {
+  kDqTileFloats = 64 * 64,  // room of a dQ tile: 64 rows of a panel
+  // A flag of a semaphore: no key block has added to its part of dQ yet, so the first one stores instead.
+  kFirstToAdd = 1 << 30,
+};
+// dQ is accumulated by panels of 64 columns of f32.
+FULGUR_SHARED int dq_panels_of(int head_dim) { return (head_dim + 63) / 64; }
+
 // The size of a score tile, Br x Bc.
 struct ScoreTile {
-  int rows, keys;  // multiples of 64; keys / rows is 1 or 2
+  int rows, keys;  // on Hopper multiples of 64, and keys / rows is 1 or 2
 };
 
 // x / y for a y that is 1 in most calls: a division by a run-time value takes about a hundred cycles, and nothing hides

@@ -6,8 +6,7 @@
 #include "attention/dropout.cuh"
 #include "attention/fragment_store.cuh"
 #include "device/score.cuh"
-#include "sm90/backward/layout.cuh"
-#include "sm90/backward/params.h"
+#include "backward/layout.cuh"
 
 enum : int { kHeadShare = (kHeadDim + 31) / 32, kValueShare = (kValueDim + 31) / 32 };
 

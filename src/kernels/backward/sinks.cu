@@ -4,7 +4,7 @@
 #include "device/elements.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
-#include "sm90/backward/params.h"
+#include "backward/params.h"
 
 enum : int { kSinksThreads = 1024, kSinksWarps = kSinksThreads / 32 };
 

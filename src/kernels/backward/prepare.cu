@@ -6,14 +6,14 @@
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
-#include "sm90/backward/layout.cuh"
-#include "sm90/backward/params.h"
+#include "backward/layout.cuh"
 
 enum : int {
   kPrepareThreads = 256,
   kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // threads of a row, with 8 columns each
   kRowsAtOnce = kPrepareThreads / kLanes,
   kRowsOfThread = 64 / kRowsAtOnce,  // a CTA takes 64 rows
+  kTilesOf64Rows = kBlockRows > 0 && kBlockRows < 64 ? 64 / kBlockRows : 1,
 };
 
 // 8 columns of a row, of which `count` exist.
@@ -117,14 +117,19 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
         dout[i] = load_columns(row_of<ElementO>(p.dout, batch, n.q_start + row, head) + column, count);
         lse[i] = lane == 0 && row < n.sq ? load_row_number(p.lse, batch, n.q_start + row, head) : 0;
       }
-      bool clears = kAccumulatesDq;
-      if (kOrderedDq) {
-        const KeyTiles blocks = key_tiles_of(band_of(p), n, kScoreTile, first / kBlockRows);
-        const int split = batch_head / p.split_heads * p.row_splits + first / kBlockRows / p.row_split_tiles;
-        const int block = is_ascending(p.key_blocks, split) ? blocks.begin : blocks.end - 1;
-        if (threadIdx.x < kDqPanels)
-          p.dq_semaphore[(at + first) / 64 * kDqPanels + threadIdx.x] = kFirstToAdd | block;
-        clears = blocks.begin >= blocks.end;  // no key block adds to these rows
+      bool clears = kAccumulatesDq && !kOrderedDq;
+      if constexpr (kOrderedDq != 0) {
+#pragma unroll
+        for (int row = 0; row < 64; row += kBlockRows) {
+          const int tile = (first + row) / kBlockRows;
+          const KeyTiles blocks = key_tiles_of(band_of(p), n, kScoreTile, tile);
+          const int split = batch_head / p.split_heads * p.row_splits + tile / p.row_split_tiles;
+          const int block = is_ascending(p.key_blocks, split) ? blocks.begin : blocks.end - 1;
+          if (threadIdx.x < kDqParts)
+            p.dq_semaphore[((at + first) / 64 * kTilesOf64Rows + row / kBlockRows) * kDqParts + threadIdx.x] =
+                kFirstToAdd | block;
+          clears = clears || blocks.begin >= blocks.end;  // no key block adds to these rows
+        }
       }
       if (kRoundsDq && threadIdx.x == 0) p.dq_additions[(at + first) / 64] = 0;
       if (clears) {

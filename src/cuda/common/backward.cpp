@@ -1,0 +1,236 @@
+#include "cuda/common/backward.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "cuda/device/launch_memory.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int kPrepareThreads = 256, kSinksThreads = 1024, kPanelThreads = 128;
+constexpr int kMaxGridY = 65535;
+constexpr int kPanelColumns = 64, kWarpColumns = 32;
+
+int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
+
+/// Those of a key that its target decides.
+AnyBackwardKey of_target(const AnyBackwardKey& key) {
+  AnyBackwardKey other;
+  other.dq_by_fours = key.dq_by_fours;
+  other.early_starts = key.early_starts;
+  return other;
+}
+
+KernelUse use(const char* source, const AnyBackwardKey& key, const char* entry) {
+  return {{source, kernel_config(key)}, entry, 0};
+}
+
+StridedTensor strided(const Layout& layout) {
+  return {nullptr, layout.batch, layout.row, layout.head};
+}
+
+int statistics_rows(const Problem& p) {
+  const int64_t rows = kernels::kStatisticsRows;
+  return static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
+                                   : p.batch * ceil_div(p.sq, rows) * rows);
+}
+
+}  // namespace
+
+int64_t AnyBackwardKey::dq_accum_floats(int64_t rows) const {
+  return accumulates_dq() ? rows * kernels::dq_panels_of(head_dim) * kPanelColumns : 0;
+}
+
+std::string backward_rejects(const Problem& p) {
+  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
+  }
+  if (std::max(p.sq, p.sk) >= kMaxRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
+  const BackwardShapes maps = backward_shapes(p);
+  for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
+                                    std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {
+    if (const std::string why = rows_unsupported(*shape); !why.empty()) {
+      return fmt::format("{} {}", name, why);
+    }
+  }
+  // The kernels number blocks and the rows of statistics with ints.
+  constexpr double kMax = std::numeric_limits<int>::max();
+  const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
+  // Doubles, as q may have any number of heads if it has no rows.
+  const double batch = static_cast<double>(p.batch), heads = batch * static_cast<double>(p.hq);
+  if (heads * static_cast<double>(blocks) > kMax ||
+      batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMax) {
+    return fmt::format("computes up to 2^31 blocks of rows, got {:.0f} heads of {}", heads, blocks);
+  }
+  return {};
+}
+
+void set_problem(const Problem& p, AnyBackwardKey& key, AnyBackwardPlan& plan) {
+  static_cast<KernelKey&>(key) = kernel_key(p);
+  key.dropout = p.dropout_p > 0;
+  key.has_dlse = p.has(Arg::kDlse);
+  plan.dsinks = p.has(Arg::kDsinks);
+  plan.dbias = p.has(Arg::kDbias);
+  plan.statistics_rows = statistics_rows(p);
+  const BackwardShapes maps = backward_shapes(p);
+  plan.copies_q = not_addressable(maps.q);
+  plan.copies_k = not_addressable(maps.k);
+  plan.copies_v = not_addressable(maps.v);
+  plan.copies_dout = not_addressable(maps.dout);
+  plan.copies_bias = not_addressable(maps.bias);
+  const int64_t row_bytes[] = {p.d * size_of(p.dtypes.q), p.d * size_of(p.dtypes.k),
+                               p.dv * size_of(p.dtypes.v)};
+  key.elements =
+      std::ranges::any_of(row_bytes, [](int64_t bytes) { return bytes % kCopyAlignment != 0; });
+  for (const TensorShape& shape : {maps.dq, maps.dk, maps.dv, maps.out, maps.dout}) {
+    key.elements = key.elements || !not_addressable(shape).empty();
+  }
+}
+
+void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, Explanation& to) {
+  describe_copies({{"q", plan.copies_q},
+                   {"k", plan.copies_k},
+                   {"v", plan.copies_v},
+                   {"dout", plan.copies_dout},
+                   {"bias", plan.copies_bias}},
+                  to);
+  to.details.add("dsinks", plan.dsinks);
+  to.details.add("dbias", plan.dbias);
+  if (plan.dbias) {
+    to.decisions.emplace_back(
+        "dbias by a kernel of its own, which computes S and dP again and adds in a fixed order");
+  }
+  if (plan.dsinks) {
+    to.decisions.emplace_back("dsinks by a kernel of its own, a CTA a head, in f64: deterministic");
+  }
+  if (key.elements) {
+    to.details.add("stores_elements", true);
+    to.decisions.emplace_back(
+        "gradients are stored by elements: rows are no multiples of 16 bytes");
+  }
+}
+
+KernelUse prepare_kernel(const AnyBackwardKey& of) {
+  AnyBackwardKey key = of_target(of);
+  key.dtypes = of.dtypes;
+  // 8, 16 or 32 lanes take a row of dO, 8 columns each.
+  key.value_dim = of.value_dim <= 64 ? 64 : of.value_dim <= 128 ? 128 : 256;
+  key.dq_method = of.dq_method;
+  key.rounds_dq = of.rounds_dq;
+  if (of.accumulates_dq()) key.head_dim = round_up(of.head_dim, kPanelColumns);
+  if (of.dq_method == DqMethod::kOrdered) {
+    key.dq_parts = of.dq_parts;
+    key.block_rows = of.block_rows;
+    key.block_keys = of.block_keys;
+    key.has_left = of.has_left;
+    key.has_right = of.has_right;
+    key.has_chunk = of.has_chunk;
+    key.top_left = of.top_left;
+    key.seqused_k = of.seqused_k;
+  }
+  key.packed = of.packed;
+  key.seqused_q = of.seqused_q;
+  key.has_dlse = of.has_dlse;
+  key.elements = of.elements;
+  return use("backward/prepare.cu", key, "fulgur_backward_prepare");
+}
+
+KernelUse round_kernel(const AnyBackwardKey& of) {
+  AnyBackwardKey key = of_target(of);
+  if (of.repairs()) {
+    static_cast<KernelKey&>(key) = of;
+    key.dropout = of.dropout;
+  }
+  key.dtypes = of.dtypes;
+  key.head_dim = round_up(of.head_dim, kPanelColumns);
+  key.value_dim = round_up(of.value_dim, kWarpColumns);
+  key.packed = of.packed;
+  key.seqused_q = of.seqused_q;
+  key.elements = of.elements;
+  return use("backward/round.cu", key, "fulgur_backward_round");
+}
+
+KernelUse sinks_kernel(const AnyBackwardKey& of) {
+  AnyBackwardKey key = of_target(of);
+  key.packed = of.packed;
+  key.seqused_q = of.seqused_q;
+  return use("backward/sinks.cu", key, "fulgur_backward_sinks");
+}
+
+BackwardParams backward_params(const Problem& p, const AnyBackwardKey& key,
+                               const AnyBackwardPlan& plan, double p_log2) {
+  BackwardParams to{};
+  static_cast<CallParams&>(to) = call_params(p, band_of(key, p.mask));
+  to.q = strided(p.q);
+  to.k = strided(p.k);
+  to.v = strided(p.v);
+  to.out = strided(p.out);
+  to.dout = strided(p.dout);
+  to.dq = strided(p.dq);
+  to.dk = strided(p.dk);
+  to.dv_grad = strided(p.dv_grad);
+  to.lse = {nullptr, p.lse.batch, p.lse.head};
+  to.dlse = {nullptr, p.dlse.batch, p.dlse.head};
+  const double p_scale = std::exp2(-p_log2);
+  to.p_log2 = static_cast<float>(p_log2);
+  to.scale = static_cast<float>(p.scale * p_scale);
+  to.dv_scale = static_cast<float>(p_scale / (1 - p.dropout_p));
+  to.p_scale = static_cast<float>(p_scale);
+  to.batch = static_cast<int>(p.batch);
+  to.statistics_rows = plan.statistics_rows;
+  return to;
+}
+
+void set_backward_tensors(BackwardParams& p, const BackwardArgs& args, const Run& run) {
+  const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
+  p.q.data = data(args.q);
+  p.k.data = data(args.k);
+  p.v.data = data(args.v);
+  p.out.data = data(args.out);
+  p.dout.data = data(args.dout);
+  p.dq.data = data(args.dq);
+  p.dk.data = data(args.dk);
+  p.dv_grad.data = data(args.dv);
+  p.lse.data = static_cast<const float*>(args.lse.data);
+  p.dlse.data = static_cast<const float*>(args.dlse.data);
+  p.sinks = sinks_of(args.sinks);
+  p.dsinks = args.dsinks.data;
+  p.dsinks_type = static_cast<kernels::Element>(args.dsinks.dtype);
+  set_tensors(p, args);
+  set_random_numbers(p, run);
+}
+
+RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBackwardPlan& plan,
+                       bool rounds, Gpu& gpu)
+    : row_chunks_(std::max(ceil_div(p.sq, kPanelColumns), 1)),
+      batch_heads_(static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY))),
+      round_threads_(kPanelThreads * kernels::dq_panels_of(key.head_dim)),
+      start_(key.early_starts ? Start::kEarly : Start::kAfterAll) {
+  prepare_ = gpu.kernel(prepare_kernel(key)).function;
+  if (plan.dsinks) sinks_ = gpu.kernel(sinks_kernel(key)).function;
+  if (rounds) round_ = gpu.kernel(round_kernel(key)).function;
+}
+
+void RowKernels::launch_first(CUstream stream, const BackwardParams& params) const {
+  launch(stream, prepare_, &params, {row_chunks_, batch_heads_}, kPrepareThreads, 0,
+         "launching the kernel that prepares rows");
+  if (sinks_ == nullptr) return;
+  launch(stream, sinks_, &params, {params.hq}, kSinksThreads, 0, "launching the kernel of dsinks",
+         start_);
+}
+
+void RowKernels::launch_last(CUstream stream, const BackwardParams& params) const {
+  if (round_ == nullptr) return;
+  launch(stream, round_, &params, {row_chunks_, batch_heads_}, round_threads_, 0,
+         "launching the kernel that rounds dQ", start_);
+}
+
+}  // namespace fulgur::cuda

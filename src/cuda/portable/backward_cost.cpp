@@ -1,0 +1,62 @@
+#include "cuda/portable/backward_cost.h"
+
+#include <algorithm>
+
+#include "cuda/portable/rates.h"
+
+namespace fulgur::cuda::portable {
+namespace {
+
+constexpr double kAddedBytes = 14;  // to dq_accum, of an SM, a clock
+
+// Instructions of a score besides its products, by the compiled kernels: P and dS alone, and what
+// softcap, ALiBi, a dense bias or dropout add.
+constexpr double kGradients = 9, kOfTransform = 8, kOfBias = 12, kOfDropout = 14;
+
+constexpr double kBarrierCycles = 120;  // of each barrier of a step
+constexpr double kBlockCycles = 4000;   // K and V on their way in, dK and dV on their way out
+constexpr double kWaitForOrder = 1.08;  // where key blocks add in order
+
+/// Cycles of a CTA at a step.
+double step_cycles(const BackwardPlan& plan, const Card& card) {
+  const double rows = plan.block_rows, keys = plan.block_keys, scores = rows * keys;
+  const double d = plan.head_dim, dv = plan.value_dim;
+  const double instructions = kGradients + kOfTransform * plan.transforms_scores +
+                              kOfBias * (plan.bias != 0) + kOfDropout * plan.dropout;
+  const double products = 2 * scores * (3 * d + 2 * dv) / card.mma_rate;
+  const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
+  const double exponentials = scores / kExponentials;
+  // K and V by two warps of the same keys, Q and dO by each of the keys' warps for scores, and by
+  // all warps, half of their columns, for gradients; for dQ, dS by each group of columns.
+  const double warps = plan.key_warps;
+  const double bytes =
+      2 * (2 * keys * (2 * d + dv) + warps * rows * 2 * (d + dv)) + 2 * scores * (2 + 2 + warps);
+  const double shared = bytes / kSharedBytes;
+  const double added = rows * d * 4 / kAddedBytes;
+  const double longest = std::max({products, scalar, exponentials, shared, added});
+  const double others = products + scalar + exponentials + shared + added - longest;
+  const int barriers = 4 - plan.stages;
+  return longest + kNotHidden * others + kBarrierCycles * barriers;
+}
+
+}  // namespace
+
+double predicted_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
+  const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
+  const kernels::Band band = band_of(plan, p.mask);
+  const double step = step_cycles(plan, card);
+  double all = 0, longest_block = 0;
+  for (int block = 0; block < plan.key_blocks.blocks; ++block) {
+    const kernels::RowTiles tiles = kernels::row_tiles(band, longest, plan.block_rows,
+                                                       block * plan.block_keys, plan.block_keys);
+    const double cycles = kBlockCycles + step * static_cast<double>(tiles.end - tiles.begin) *
+                                             static_cast<double>(p.group());
+    all += cycles;
+    longest_block = std::max(longest_block, cycles);
+  }
+  const double busy = all * plan.key_blocks.batch_heads / card.sms + longest_block / 4;
+  const double factor = plan.dq_method == DqMethod::kOrdered ? kWaitForOrder : 1;
+  return factor * std::max(longest_block, busy);
+}
+
+}  // namespace fulgur::cuda::portable

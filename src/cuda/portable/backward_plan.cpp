@@ -1,0 +1,177 @@
+#include "cuda/portable/backward_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "cuda/common/host_metadata.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/portable/backward_cost.h"
+
+namespace fulgur::cuda::portable {
+namespace {
+
+/// Tiles for d and dv above above_dim, up to max_dim. The compiler keeps dK, dV, S and dP of a warp
+/// in registers; with more keys or dims it would spill.
+struct BackwardTile {
+  int above_dim, max_dim;
+  int block_rows, block_keys, key_warps;
+  bool biased;  ///< also where a dense bias takes registers for its addresses
+};
+constexpr BackwardTile kBackwardTiles[] = {
+    {0, 64, 64, 128, 4, false},  {0, 64, 32, 64, 4, true},    {64, 128, 64, 128, 4, false},
+    {64, 128, 32, 64, 4, true},  {128, 192, 64, 64, 4, true}, {128, 192, 32, 64, 4, true},
+    {192, 256, 64, 64, 4, true}, {192, 256, 32, 64, 4, true}, {192, 256, 32, 32, 2, true},
+};
+constexpr int kMaxStages = 3;
+
+/// Bits that no order of additions changes are wanted where calls are deterministic, and where they
+/// do not depend on the batch.
+DqMethod method_of(const Problem& p) {
+  return p.deterministic || p.invariant ? DqMethod::kOrdered : DqMethod::kAtomic;
+}
+
+/// What the problem and the card fix for every tile.
+BackwardPlan plan_of(const Problem& p, const Card& card) {
+  BackwardPlan plan;
+  set_problem(p, plan, plan);
+  plan.copies_bias.clear();  // its elements are read where they lie
+  plan.dq_method = method_of(p);
+  plan.dq_parts = plan.dq_method == DqMethod::kOrdered ? 1 : 0;
+  const Capability features = features_of(card.target);
+  plan.dq_by_fours = features.has_red_v4;
+  plan.stores_matrices = features.has_stmatrix;
+  plan.early_starts = false;
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
+  return plan;
+}
+
+/// Heads of a section begin and end together, so that L2 holds their rows: as many as give each SM
+/// a key block. Where key blocks add in order, so many that few of a head run at the same time and
+/// wait for each other.
+kernels::BlockSchedule schedule(const Problem& p, const BackwardPlan& plan, int sms) {
+  kernels::BlockSchedule blocks{};
+  blocks.blocks = ceil_div(p.sk, plan.block_keys);
+  blocks.batch_heads = static_cast<int>(p.batch * p.hk);
+  constexpr int kOrderedBlocks = 8;  // of an SM
+  const int ctas = plan.dq_method == DqMethod::kOrdered ? kOrderedBlocks * sms : sms;
+  blocks.section_heads =
+      std::clamp(ceil_div(ctas, std::max(blocks.blocks, 1)), 1, std::max(blocks.batch_heads, 1));
+  blocks.sections = std::max(blocks.batch_heads / blocks.section_heads, 1);
+  blocks.order = kernels::kAscending;
+  return blocks;
+}
+
+/// As many stages as fit; false where one does not.
+bool derive_stages(BackwardPlan& plan, int shared_bytes) {
+  for (plan.stages = kMaxStages; plan.stages > 0; --plan.stages) {
+    plan.shared_bytes = plan.layout().bytes;
+    if (plan.shared_bytes <= shared_bytes) return true;
+  }
+  plan.stages = 1;
+  plan.shared_bytes = plan.layout().bytes;
+  return false;
+}
+
+/// Cycles by which tiles are compared.
+double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
+  if (!p.invariant) return predicted_cycles(plan, p, card);
+  // The order must not depend on the batch: that of one long sequence for each SM.
+  Problem one = p;
+  one.packed = false;
+  one.batch = card.sms;
+  one.sq = one.sk = 8192;
+  BackwardPlan other = plan;
+  other.key_blocks = schedule(one, other, card.sms);
+  return predicted_cycles(other, one, card);
+}
+
+}  // namespace
+
+TileId BackwardPlan::tile() const {
+  return {
+      dq_method == DqMethod::kOrdered ? "portable_backward_ordered" : "portable_backward_atomic",
+      block_rows, block_keys};
+}
+
+BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
+  if (p.nothing_to_do() && !plan.dsinks) return {};
+  BackwardWorkspace at;
+  Arena arena(LaunchMemory::kZeroed);
+  const int64_t rows = p.hq * plan.statistics_rows;
+  at.shift = arena.take(rows * int64_t{sizeof(float)});
+  at.delta = arena.take(rows * int64_t{sizeof(float)});
+  at.dq_accum = arena.take(plan.dq_accum_floats(rows) * int64_t{sizeof(float)});
+  const bool ordered = plan.dq_method == DqMethod::kOrdered;
+  at.dq_semaphore = arena.take(ordered ? rows / plan.block_rows * int64_t{sizeof(int)} : 0);
+  const BackwardShapes shapes = backward_shapes(p);
+  const auto copy = [&](const TensorShape& shape, const std::string& why) {
+    return arena.take(why.empty() ? 0 : copied_bytes(shape));
+  };
+  at.copies = {copy(shapes.q, plan.copies_q), copy(shapes.k, plan.copies_k),
+               copy(shapes.v, plan.copies_v), copy(shapes.dout, plan.copies_dout)};
+  at.metadata = arena.take(host_metadata_bytes(p));
+  at.end = arena.end();
+  return at;
+}
+
+std::string backward_rejects(const Problem& p) {
+  if (p.has(Arg::kDbias)) return "dbias: computes no gradient of a bias";
+  return cuda::backward_rejects(p);
+}
+
+std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const Card& card,
+                                                       std::vector<std::string>* rejected) {
+  std::vector<Fitting<BackwardPlan>> tiles;
+  for (const BackwardTile& tile : kBackwardTiles) {
+    const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
+    if (dim <= tile.above_dim || dim > tile.max_dim) continue;
+    if (p.has(Arg::kBias) && !tile.biased) continue;
+    Fitting<BackwardPlan> t{plan_of(p, card), 0, {}};
+    t.plan.block_rows = tile.block_rows;
+    t.plan.block_keys = tile.block_keys;
+    t.plan.key_warps = tile.key_warps;
+    if (!derive_stages(t.plan, card.shared_bytes)) {
+      rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
+                                      t.plan.tile().text(), t.plan.shared_bytes,
+                                      card.shared_bytes));
+      continue;
+    }
+    t.plan.key_blocks = schedule(p, t.plan, card.sms);
+    t.cycles = predict(t.plan, p, card);
+    tiles.push_back(std::move(t));
+  }
+  return tiles;
+}
+
+Explanation describe(const BackwardPlan& plan) {
+  Explanation e;
+  e.Br = plan.block_rows;
+  e.Bc = plan.block_keys;
+  const bool ordered = plan.dq_method == DqMethod::kOrdered;
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("warps", plan.threads() / 32);
+  e.details.add("stages", plan.stages);
+  e.details.add("ds_stages", plan.ds_stages());
+  e.details.add("shared_bytes", plan.shared_bytes);
+  e.details.add("ctas", plan.ctas());
+  e.details.add("dq", ordered ? "ordered" : "atomic");
+  e.details.add("deterministic", ordered);
+  e.decisions.push_back(fmt::format(
+      "mma.sync: key blocks of {} keys for dK and dV, steps of {} rows; d {} and dv {} as computed",
+      plan.block_keys, plan.block_rows, plan.head_dim, plan.value_dim));
+  e.decisions.push_back(
+      fmt::format("{} of Q and dO, {} of P and dS: {} bytes of shared memory, {} of a step",
+                  plan.stages == 1 ? "1 buffer" : fmt::format("{} buffers", plan.stages),
+                  plan.ds_stages(), plan.shared_bytes,
+                  plan.stages == 3   ? "1 barrier"
+                  : plan.stages == 2 ? "2 barriers"
+                                     : "3 barriers"));
+  e.decisions.push_back(fmt::format("dQ accumulated in f32, additions {}",
+                                    ordered ? "ordered by semaphores: deterministic"
+                                            : "atomic, in no fixed order: not deterministic"));
+  describe_backward(plan, plan, e);
+  return e;
+}
+
+}  // namespace fulgur::cuda::portable

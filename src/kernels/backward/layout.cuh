@@ -1,0 +1,16 @@
+// What the kernels of the backward pass that every architecture has know of it, by the constants of kernel_config.h.
+#pragma once
+#include "device/operands.cuh"
+#include "backward/params.h"
+
+__device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
+
+using ElementP = ElementO;   // of P, which is multiplied with dO
+using ElementDs = ElementQ;  // of dS, which is multiplied with Q and K
+
+enum : int {
+  kAccumulatesDq = kDqMethod != int(DqMethod::kStored),
+  kOrderedDq = kDqMethod == int(DqMethod::kOrdered),
+  kDqPanels = dq_panels_of(kHeadDim),
+  kRepairs = kHidesKeys,  // a hidden NaN or infinity may reach gradients
+};

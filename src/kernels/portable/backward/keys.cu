@@ -1,0 +1,285 @@
+// Attention backward for every GPU since Ampere, by mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 2):
+// dV = P^T dO, dK = scale dS^T Q and dQ += dS K, with P = exp(S - LSE) and dS = P o (dO V^T - D) computed again.
+//
+// A CTA has a key block of Bc keys, whose K and V stay in shared memory and whose dK and dV stay in registers. Its
+// steps are the tiles of Br rows that see them, of which Q, dO and the statistics pass through shared memory. dQ is
+// added to dq_accum in f32, which backward/round.cu rounds; with kOrderedDq in the order of the key blocks, by a
+// semaphore of each row tile. docs/kernels/portable.md derives the tiles.
+#include "attention/dropout.cuh"
+#include "device/score.cuh"
+#include "device/semaphore.cuh"
+#include "portable/backward/products.cuh"
+
+// The key block of this CTA. With kOrderedDq CTAs take them in the order in which they start, so that those that have
+// earlier ones run or have ended.
+__device__ __forceinline__ Keys keys_of_cta(const BackwardParams& p, u32 smem) {
+  int number = blockIdx.x;
+  if constexpr (kOrderedDq != 0) {
+    if (threadIdx.x == 0) store_shared(smem + kLayout.number, take_ticket(p.counters, gridDim.x - 1));
+    __syncthreads();
+    number = uniform(load_shared(smem + kLayout.number));
+  }
+  const BlockOfHead at = block_of(p.key_blocks, number);
+  const int heads = p.hq / p.group;
+  const int batch = at.batch_head / heads;
+  return {at.block, at.batch_head - batch * heads, batch, lengths_of(p, batch)};
+}
+
+// P^T and dS^T of a warp in a step, from S^T in S and, but for dropout, dP^T - D in X.
+__device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
+                                                const Steps& step, u32 statistics, float (&S)[kKeyTiles][kHalfRows / 2],
+                                                float (&X)[kKeyTiles][kHalfRows / 2], Weights& P, Weights& dS) {
+  const Lengths& n = keys.n;
+  const int row = step.row() + part.half * kHalfRows;
+  const KeyRange seen = keys_seen_by_all(band_of(p), n, step.row(), min(step.row() + kBlockRows, n.sq) - 1);
+  const bool masked = is_partial(seen, keys.first(), keys.first() + kBlockKeys);
+  const ScoreHead of_head = score_head(p, keys.batch, step.head());
+  const int query = row + int(thread_column());
+  statistics += 4 * (part.half * kHalfRows + thread_column());
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t) {
+    const int first = keys.first() + part.key + 16 * t;
+    const int key = first + int(thread_row());
+    const ScoreContext at = score_context(of_head, query, diagonal_of(band_of(p), n, query), key);
+    Kept<kHalfRows> kept;
+    if (kDropout)
+      kept = kept_transposed<kHalfRows>(p, smem + kLayout.dropout_key, keys.batch * p.hq + step.head(), row, first);
+    float slopes[kHasScoreSlope ? kHalfRows / 2 : 1];
+#pragma unroll
+    for (int j = 0; j < kHalfRows / 8; ++j) {
+      float shift[2];
+      load_shared_pair(statistics + 32 * j, shift[0], shift[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = S[t][4 * j + i];
+        const ScoreContext entry = at.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
+        if (kHasScoreSlope) slopes[4 * j + i] = score_slope(p, entry, x);
+        x = exp2_fast(exponent_up_to(p, entry, x, bias_of(p, entry), shift[i & 1], p.p_log2));
+      }
+    }
+    VisibleRows visible;
+    if (masked) {
+      visible = visible_rows<kHalfRows>(p, n, key, row);
+      hide_rows(S[t], visible);
+    }
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; ++i) {
+      P[t][i] = ElementP::pack(S[t][2 * i], S[t][2 * i + 1]);
+      if (kDropout) P[t][i] &= kept.pair(i);
+    }
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 2; ++i) {
+      if (kDropout) {
+        float delta[2];
+        load_shared_pair(statistics + 4 * kBlockRows + i / 4 * 32, delta[0], delta[1]);
+        const u32 keeps = kept.pair(i / 2) >> i % 2 * 16 & 1;
+        X[t][i] = __fmaf_rn(keeps ? X[t][i] : 0, p.keep_scale, delta[i & 1]);
+      }
+      X[t][i] *= S[t][i];
+      if (kHasScoreSlope) X[t][i] *= slopes[i];
+    }
+    if (masked) hide_rows(X[t], visible);
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; ++i) dS[t][i] = ElementDs::pack(X[t][2 * i], X[t][2 * i + 1]);
+  }
+}
+
+// -D of each row, to which dP^T is added; zeros with dropout.
+__device__ __forceinline__ void start_from_delta(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part,
+                                                 u32 statistics) {
+  statistics += 4 * (kBlockRows + part.half * kHalfRows + thread_column());
+#pragma unroll
+  for (int j = 0; j < kHalfRows / 8; ++j) {
+    float delta[2] = {};
+    if (!kDropout) load_shared_pair(statistics + 32 * j, delta[0], delta[1]);
+#pragma unroll
+    for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) X[t][4 * j + i] = delta[i & 1];
+  }
+}
+
+// Adds four sums of a thread to dq_accum, or stores them. `to`: 128 floats of a warp.
+__device__ __forceinline__ void add_four(float* to, const float* x, bool stores) {
+  const int lane = threadIdx.x % 32;
+  if constexpr (kDqByFours != 0) {
+    to += 4 * lane;
+    if (stores) *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
+    else
+      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+                   "f"(x[3])
+                   : "memory");
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (stores) to[32 * i + lane] = x[i];
+      else asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to + 32 * i + lane), "f"(x[i]) : "memory");
+    }
+  }
+}
+
+// dQ += dS K of a warp. `statistics`: the index of the step's first row.
+__device__ __forceinline__ void add_dq(const BackwardParams& p, const Part& part, long long statistics, bool stores,
+                                       u32 ds, u32 keys) {
+  const long long row = statistics + part.half * kHalfRows;
+  float* const tile = p.dq_accum + row / 64 * (kDqPanels * kDqTileFloats);
+  const int sixteens = int(row % 64) / 16;
+#pragma unroll
+  for (int unit = 0; unit < kDqUnits; unit += kDqUnitsAtOnce) {
+    float dQ[kRowTiles][8 * kDqUnitsAtOnce] = {};
+    compute_dq(dQ, part, unit, ds, keys);
+#pragma unroll
+    for (int u = 0; u < kDqUnitsAtOnce; ++u) {
+      if (!has_dq_unit(part, unit + u)) continue;
+      const int at = (unit + u) * kKeyWarps;  // a panel is 4 units, of which the warp has one or every second one
+      const int panel = at / 4;
+      const int eights = min_of(8, kHeadDim / 8 - 8 * panel);
+      const int eight = (at % 4 + part.columns) * 2;
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        float* const to = tile + panel * kDqTileFloats + ((sixteens + t) * eights + eight) * 128;
+        add_four(to, dQ[t] + 8 * u, stores);
+        add_four(to + 128, dQ[t] + 8 * u + 4, stores);
+      }
+    }
+  }
+}
+
+// Stores 16 rows of dK or dV, those of a tile of the warp's keys, of which `rows` exist from the thread's on.
+template <class Type, int dim>
+__device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim)], const Part& part,
+                                               typename Type::Memory* out, long long row_stride, int rows, int dims,
+                                               float scale, Finite<Type>& finite) {
+#pragma unroll
+  for (int unit = 0; unit < units_of(dim); unit += 2)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // rows r and r + 8
+      u32 y[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int at = 8 * unit + 4 * j + 2 * half;
+        y[j] = at < 8 * units_of(dim) ? Type::pack(G[at] * scale, G[at + 1] * scale) : 0;
+        if (half == 0) finite.add(y[j]);
+      }
+      quad_transpose(y);
+      const int quad = threadIdx.x % 4;
+      const int column = 32 * (unit + quad / 2) + 16 * part.half + quad % 2 * 8;
+      const bool there = rows > 8 * half && unit + quad / 2 < units_of(dim);
+      store_global_columns<kElements>(out + 8 * half * row_stride + column, y, there ? dims - column : 0);
+    }
+}
+
+template <class Type, int dim>
+__device__ __forceinline__ void store_gradients(const BackwardParams& p, const Keys& keys, const Part& part,
+                                                const float (&G)[kKeyTiles][8 * units_of(dim)], const StridedTensor& to,
+                                                int dims, float scale) {
+  Finite<Type> finite;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t) {
+    const int key = keys.first() + part.key + 16 * t + int(thread_row());
+    store_gradient<Type, dim>(G[t], part, row_of<Type>(to, keys.batch, keys.n.k_start + key, keys.head), to.row,
+                              key_rows(p, keys.batch) - key, dims, scale, finite);
+  }
+  finite.report(p.not_finite);
+}
+
+// The thread that passes semaphores on: of another warp than the one that waits for them.
+enum : int { kReleases = kThreads - 32 };
+
+// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next.
+__device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
+  return p.dq_semaphore + step.statistics(p, keys) / kBlockRows;
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    fulgur_portable_backward(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  const Keys keys = keys_of_cta(p, smem);
+  if (keys.first() >= key_rows(p, keys.batch)) return;
+  const Part part = part_of_warp();
+  if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
+  start_rows<ElementK, kBlockKeys, kHeadDim>(smem + kLayout.k, p.k, p.d, keys.batch, keys.n.k_start, keys.head,
+                                             keys.first(), keys.n.sk);
+  start_rows<ElementV, kBlockKeys, kValueDim>(smem + kLayout.v, p.v, p.dv, keys.batch, keys.n.k_start, keys.head,
+                                              keys.first(), keys.n.sk);
+  StepLoader loader(p, smem, keys);
+  loader.start();
+  if (kOneBarrier) {
+    async_copy_wait<0>();
+    __syncthreads();
+    loader.start();
+  }
+
+  float dK[kKeyTiles][8 * units_of(kHeadDim)];
+  float dV[kKeyTiles][8 * units_of(kValueDim)];
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < 8 * units_of(kHeadDim); ++i) dK[t][i] = 0;
+#pragma unroll
+    for (int i = 0; i < 8 * units_of(kValueDim); ++i) dV[t][i] = 0;
+  }
+
+  int stage = 0;
+  u32 weights = smem + kLayout.weights;
+  int* added = nullptr;  // the semaphore of the step before
+#pragma unroll 1
+  for (Steps step(p, keys); step.more(); step.advance()) {
+    if (!kOneBarrier) {
+      async_copy_wait<0>();
+      __syncthreads();
+      if (kStages > 1) loader.start();
+    }
+    int turn = 0;
+    if (kOrderedDq && threadIdx.x == 0) turn = load_early(semaphore_of(p, keys, step));
+    const u32 q = smem + kLayout.stages + stage * kLayout.stage_bytes;
+    const u32 dout = q + kLayout.dout;
+    const u32 statistics = smem + kLayout.statistics + stage * 8 * kBlockRows;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    Weights P;
+    Weights dS;
+    {
+      float S[kKeyTiles][kHalfRows / 2] = {};
+      float X[kKeyTiles][kHalfRows / 2];
+      add_scores<ElementK, kHeadDim>(S, part, smem + kLayout.k, q);
+      start_from_delta(X, part, statistics);
+      add_scores<ElementV, kValueDim>(X, part, smem + kLayout.v, dout);
+      weights_of_step(p, smem, keys, part, step, statistics, S, X, P, dS);
+    }
+    store_weights(P, part, weights);
+    store_weights(dS, part, ds_of(weights));
+    if (kOneBarrier) async_copy_wait<0>();
+    if constexpr (kOrderedDq != 0) {
+      // Where it was this block's turn already, the additions before were complete then; those that follow the barrier
+      // go to L2, as they did.
+      if (threadIdx.x == 0)
+        while ((turn & ~kFirstToAdd) != keys.block) turn = load_acquire(semaphore_of(p, keys, step));
+    }
+    __syncthreads();
+    if constexpr (kOrderedDq != 0) {
+      if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+      added = semaphore_of(p, keys, step);
+    }
+    if (kOneBarrier) loader.start();
+    add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
+    const bool stores = kOrderedDq && key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile()).begin == keys.block;
+    add_dq(p, part, step.statistics(p, keys), stores, ds_of(weights), smem + kLayout.k);
+    add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    if (kOneBarrier) {
+      weights = weights == smem + kLayout.weights ? smem + kLayout.weights + kLayout.weights_bytes
+                                                  : smem + kLayout.weights;
+    }
+    if (kStages == 1) {
+      __syncthreads();
+      loader.start();
+    }
+  }
+  if constexpr (kOrderedDq != 0) {
+    __syncthreads();
+    if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+  }
+  store_gradients<ElementK, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
+  store_gradients<ElementV, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
+}

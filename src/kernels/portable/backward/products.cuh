@@ -1,0 +1,144 @@
+// The five products of a step, by the warps of a CTA: S^T = K Q^T and dP^T = V dO^T, of which a warp has its keys and
+// half of the rows; dV += P^T dO and dK += dS^T Q, of which it has its keys and half of the columns, units of 16 by
+// turns; and dQ = dS K, of which it has half of the rows and every kKeyWarps-th unit of 16 columns. P and dS are
+// fragments of the warp, and tiles in shared memory for the other warps: rows are keys, columns queries.
+#pragma once
+#include "portable/backward/tile.cuh"
+
+// X += A B^T along dims: A are the warp's keys of the tile at `keys`, B its rows of the tile at `rows`.
+template <class Type, int dim>
+__device__ __forceinline__ void add_scores(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part, u32 keys,
+                                           u32 rows) {
+  const u32 lane = lane_of_warp();
+  keys += swizzled(part.key + lane % 16, lane / 16);
+  rows += swizzled(part.half * kHalfRows + lane % 8 + lane / 16 * 8, lane / 8 % 2);
+#pragma unroll dim > 128 ? 4 : 8
+  for (int step = 0; step < dim / 16; ++step) {
+    u32 a[kKeyTiles][4];
+#pragma unroll
+    for (int t = 0; t < kKeyTiles; ++t)
+      load_shared_matrices((keys ^ step % 4 * 32) + step / 4 * kKeyPanelBytes + t * 16 * kPanelRowBytes, a[t]);
+#pragma unroll
+    for (int row = 0; row < kHalfRows; row += 16) {
+      u32 b[4];
+      load_shared_matrices((rows ^ step % 4 * 32) + step / 4 * kRowPanelBytes + row * kPanelRowBytes, b);
+#pragma unroll
+      for (int t = 0; t < kKeyTiles; ++t) {
+        multiply_16_8_16<Type::kType>(X[t] + row / 2, a[t], b[0], b[1]);
+        multiply_16_8_16<Type::kType>(X[t] + row / 2 + 4, a[t], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Units of 16 columns of dK or dV that a warp has, at most.
+__device__ constexpr int units_of(int dim) { return (dim / 16 + 1) / 2; }
+
+using Weights = u32[kKeyTiles][kHalfRows / 4];  // P^T or dS^T of a warp, in pairs
+
+// Where the tile of dS lies. With 32 rows it has the second half of each row of 128 bytes, P the first, before they are
+// swizzled.
+__device__ __forceinline__ u32 ds_of(u32 p_tile) { return p_tile + (kBlockRows == 64 ? kKeyPanelBytes : 64); }
+__device__ __forceinline__ u32 weights_at(u32 tile, u32 key, u32 chunk) {
+  if (kBlockRows == 64) return tile + swizzled(key, chunk);
+  return (tile & ~64u) + swizzled(key, chunk + tile % 128 / 16);
+}
+
+// Stores those of a warp to the tile at `to`.
+__device__ __forceinline__ void store_weights(const Weights& W, const Part& part, u32 to) {
+  const u32 lane = lane_of_warp();
+  const int chunk = part.half * kHalfRows / 8;
+  to = kStoresMatrices ? weights_at(to, part.key + lane % 16, lane / 16)
+                       : weights_at(to, part.key + thread_row(), 0) + lane % 4 * 4;
+  to ^= chunk << 4;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; i += 4) {  // 16 rows
+      const u32 at = (to ^ i / 2 << 4) + t * 16 * kPanelRowBytes;
+      if constexpr (kStoresMatrices != 0) {
+        const u32 x[4] = {W[t][i], W[t][i + 1], W[t][i + 2], W[t][i + 3]};
+        store_shared_matrices(at, x);
+      } else {
+        store_shared(at, W[t][i]);
+        store_shared(at + 8 * kPanelRowBytes, W[t][i + 1]);
+        store_shared(at ^ 16, W[t][i + 2]);
+        store_shared((at ^ 16) + 8 * kPanelRowBytes, W[t][i + 3]);
+      }
+    }
+}
+
+// G += W^T X: W are the warp's keys and all rows, half of them its own and half in the tile at `weights`; X is the tile
+// at `rows`.
+template <class Type, int dim>
+__device__ __forceinline__ void add_gradient(float (&G)[kKeyTiles][8 * units_of(dim)], const Part& part,
+                                             const Weights& own, u32 weights, u32 rows) {
+  const u32 lane = lane_of_warp();
+  rows = (rows + swizzled(lane % 16, lane / 16)) ^ part.half * 32;
+  weights = weights_at(weights, part.key + lane % 16, lane / 16) ^ (1 - part.half) * kHalfRows * 2;
+#pragma unroll
+  for (int others = 0; others < 2; ++others) {
+    const u32 first = rows + (others ? 1 - part.half : part.half) * kHalfRows * kPanelRowBytes;
+#pragma unroll
+    for (int row = 0; row < kHalfRows; row += 16) {
+      u32 a[kKeyTiles][4];
+#pragma unroll
+      for (int t = 0; t < kKeyTiles; ++t) {
+        if (others) {
+          load_shared_matrices((weights ^ row * 2) + t * 16 * kPanelRowBytes, a[t]);
+        } else {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[t][i] = own[t][row / 4 + i];
+        }
+      }
+#pragma unroll
+      for (int unit = 0; unit < units_of(dim); ++unit) {
+        if (dim / 16 % 2 == 1 && unit == units_of(dim) - 1 && part.half == 1) continue;
+        u32 b[4];
+        load_shared_matrices_transposed(
+            (first ^ unit % 2 * 64) + unit / 2 * kRowPanelBytes + row * kPanelRowBytes, b);
+#pragma unroll
+        for (int t = 0; t < kKeyTiles; ++t) {
+          multiply_16_8_16<Type::kType>(G[t] + 8 * unit, a[t], b[0], b[1]);
+          multiply_16_8_16<Type::kType>(G[t] + 8 * unit + 4, a[t], b[2], b[3]);
+        }
+      }
+    }
+  }
+}
+
+// Units of dQ that a warp has, at most, and how many of them it computes at once.
+enum : int { kDqUnits = (kHeadDim / 16 + kKeyWarps - 1) / kKeyWarps, kDqUnitsAtOnce = kDqUnits < 2 ? kDqUnits : 2 };
+
+__device__ __forceinline__ bool has_dq_unit(const Part& part, int unit) {
+  if (unit >= kDqUnits) return false;
+  return kHeadDim / 16 % kKeyWarps == 0 || unit * kKeyWarps + part.columns < kHeadDim / 16;
+}
+
+// dQ of units [unit, unit + kDqUnitsAtOnce): dS is the tile at `ds`, K that at `keys`.
+__device__ __forceinline__ void compute_dq(float (&dQ)[kRowTiles][8 * kDqUnitsAtOnce], const Part& part, int unit,
+                                           u32 ds, u32 keys) {
+  const u32 lane = lane_of_warp();
+  ds = weights_at(ds, lane % 8 + lane / 16 * 8, lane / 8 % 2) ^ part.half * kHalfRows * 2;
+  keys = (keys + swizzled(lane % 16, lane / 16)) ^ part.columns % 4 * 32;
+#pragma unroll
+  for (int key = 0; key < kBlockKeys; key += 16) {
+    u32 a[kRowTiles][4];
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t)
+      load_shared_matrices_transposed((ds ^ t * 32) + key * kPanelRowBytes, a[t]);
+#pragma unroll
+    for (int u = 0; u < kDqUnitsAtOnce; ++u) {
+      const int column = (unit + u) * 16 * kKeyWarps;
+      if (!has_dq_unit(part, unit + u)) continue;
+      u32 b[4];
+      load_shared_matrices_transposed((keys ^ column % 64 * 2) + column / 64 * kKeyPanelBytes + key * kPanelRowBytes,
+                                      b);
+#pragma unroll
+      for (int t = 0; t < kRowTiles; ++t) {
+        multiply_16_8_16<ElementK::kType>(dQ[t] + 8 * u, a[t], b[0], b[1]);
+        multiply_16_8_16<ElementK::kType>(dQ[t] + 8 * u + 4, a[t], b[2], b[3]);
+      }
+    }
+  }
+}

@@ -1,0 +1,118 @@
+// What a CTA of the portable backward kernel has: its warps, its shared memory, and its steps.
+#pragma once
+#include "attention/fragment_store.cuh"
+#include "attention/mask.cuh"
+#include "backward/layout.cuh"
+#include "portable/backward/layout.h"
+#include "portable/common/copy_rows.cuh"
+
+__device__ constexpr PortableBackwardLayout kLayout = portable_backward_layout(
+    {kOperands, kHeadDim, kValueDim, kBlockRows, kBlockKeys, kStages, kDsStages});
+
+enum : int {
+  kWarps = 2 * kKeyWarps,
+  kThreads = 32 * kWarps,
+  kWarpKeys = kBlockKeys / kKeyWarps,
+  kKeyTiles = kWarpKeys / 16,            // of 16 keys, of a warp
+  kHalfRows = kBlockRows / 2,            // rows of a step of which a warp computes P and dS, and dQ
+  kRowTiles = kHalfRows / 16,            // of 16 rows
+  kKeyPanelBytes = kBlockKeys * kPanelRowBytes,
+  kRowPanelBytes = kBlockRows * kPanelRowBytes,
+  kOneBarrier = kStages == 3,            // of a step
+};
+static_assert(kDsStages == 1 + kOneBarrier);
+
+// The part of a warp: keys [key, key + kWarpKeys) of the block, half of the rows and half of the columns of dK and dV.
+struct Part {
+  int key, half;
+  int columns;  // of dQ: one of kKeyWarps interleaved groups
+};
+__device__ __forceinline__ Part part_of_warp() {
+  const int warp = uniform(threadIdx.x / 32);
+  return {warp / 2 * kWarpKeys, warp % 2, warp / 2};
+}
+
+// A key block with the sequence and the kv head that it belongs to.
+struct Keys {
+  int block, head, batch;
+  Lengths n;
+  __device__ __forceinline__ int first() const { return block * kBlockKeys; }
+};
+
+// The steps of a key block: for each row tile that sees some of its keys, all q heads of the group. With a right bound
+// row tiles are taken from the last one on, as all key blocks of a head see that one: so CTAs that run at the same time
+// touch the same rows, and, with kOrderedDq, each follows the one before it.
+class Steps {
+ public:
+  __device__ __forceinline__ Steps(const BackwardParams& p, const Keys& keys)
+      : tiles_(row_tiles(band_of(p), keys.n, kBlockRows, keys.first(), kBlockKeys)), head_(keys.head * p.group),
+        left_((tiles_.end - tiles_.begin) * p.group), g_(0), group_(p.group) {
+    tile_ = kHasRight ? tiles_.end - 1 : tiles_.begin;
+  }
+  __device__ __forceinline__ bool more() const { return left_ > 0; }
+  __device__ __forceinline__ void advance() {
+    --left_;
+    if (++g_ < group_) return;
+    g_ = 0;
+    tile_ += kHasRight ? -1 : 1;
+  }
+  __device__ __forceinline__ int row() const { return tile_ * kBlockRows; }
+  __device__ __forceinline__ int tile() const { return tile_; }
+  __device__ __forceinline__ int head() const { return head_ + g_; }  // of q
+  // The index of the statistics of the first row.
+  __device__ __forceinline__ long long statistics(const BackwardParams& p, const Keys& keys) const {
+    return head() * (long long)(p.statistics_rows) + statistics_row(keys.n, kPacked, keys.batch, p.sq) + row();
+  }
+
+ private:
+  RowTiles tiles_;
+  int head_, left_, g_, group_, tile_;
+};
+
+// Starts copies of rows [row, row + rows) of a head, of which `count` exist: the others become zeros, as they would
+// meet P = 0 or dS = 0, and 0 * NaN is NaN.
+template <class Type, int rows, int columns>
+__device__ __forceinline__ void start_rows(u32 to, const StridedTensor& t, int dim, int batch, int start, int head,
+                                           int row, int count) {
+  const typename Type::Memory* const from = row_of<Type>(t, batch, start + row, head);
+  if (row + rows <= count) {
+    copy_rows<Type, kThreads, rows, columns, true>(to, t.data, dim, [&](int i) { return from + i * t.row; });
+  } else {
+    copy_rows<Type, kThreads, rows, columns, false>(
+        to, t.data, dim, [&](int i) { return row + i < count ? from + i * t.row : nullptr; });
+  }
+}
+
+// Q, dO and the statistics of steps on their way to buffers, one step after the other.
+class StepLoader {
+ public:
+  __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem, const Keys& keys)
+      : p_(p), smem_(smem), keys_(keys), steps_(p, keys) {}
+
+  // The next step, if there is one.
+  __device__ __forceinline__ void start() {
+    if (steps_.more()) {
+      const u32 to = smem_ + kLayout.stages + stage_ * kLayout.stage_bytes;
+      const Lengths& n = keys_.n;
+      start_rows<ElementQ, kBlockRows, kHeadDim>(to, p_.q, p_.d, keys_.batch, n.q_start, steps_.head(), steps_.row(),
+                                                 n.sq);
+      start_rows<ElementO, kBlockRows, kValueDim>(to + kLayout.dout, p_.dout, p_.dv, keys_.batch, n.q_start,
+                                                  steps_.head(), steps_.row(), n.sq);
+      const int i = threadIdx.x;
+      if (i < kBlockRows / 2) {
+        const float* from = (i < kBlockRows / 4 ? p_.shift : p_.delta) + steps_.statistics(p_, keys_);
+        async_copy16(smem_ + kLayout.statistics + stage_ * 8 * kBlockRows + 16 * i, from + i % (kBlockRows / 4) * 4);
+      }
+      steps_.advance();
+      stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
+    }
+    async_copy_commit();
+  }
+
+ private:
+  const BackwardParams& p_;
+  u32 smem_;
+  const Keys& keys_;
+  Steps steps_;
+  int stage_ = 0;
+};

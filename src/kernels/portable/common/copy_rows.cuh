@@ -1,0 +1,37 @@
+// Rows of a tensor on their way to panels in shared memory by cp.async.
+#pragma once
+#include "kernel_config.h"
+#include "device/cp_async.cuh"
+#include "device/mma_sync.cuh"
+#include "device/operands.cuh"
+
+// Starts the copies of this thread's part, of `threads`, of a tile of `rows` rows to the panels at `to`: eight threads
+// copy 128 bytes of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes zeros, and
+// so do columns from `dim` on. `whole`: all rows are there.
+template <class Type, int threads, int rows, int columns, bool whole, class RowAt>
+__device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at) {
+  constexpr int kStep = threads / 8;
+  static_assert(rows % kStep == 0);
+  const u32 lane = lane_of_warp();
+  const int first = threadIdx.x / 32 * 4 + lane / 8;
+  const int column = lane % 8 * 8;
+  to += swizzled(first, lane % 8);
+#pragma unroll
+  for (int row = 0; row < rows; row += kStep) {
+    const typename Type::Memory* from = row_at(first + row);
+    const bool there = whole || from != nullptr;
+    if (!there) from = static_cast<const typename Type::Memory*>(any);
+#pragma unroll
+    for (int panel = 0; panel < panels_of(Type::kType, columns); ++panel) {
+      const int at = 64 * panel + column;
+      if (64 * panel + 64 > columns && at >= columns) continue;
+      const u32 place = to + panel * rows * kPanelRowBytes + row * kPanelRowBytes;
+      if (whole && kWholeColumns) {
+        async_copy16(place, from + at);
+      } else {
+        const u32 bytes = there ? bytes_of_chunk(at, dim) : 0;
+        async_copy16(place, bytes > 0 ? from + at : from, bytes);
+      }
+    }
+  }
+}
