@@ -15,6 +15,7 @@ struct ForwardKey : AnyForwardKey {
   int block_keys = 0;  ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
+  bool pairs = false;  ///< K of a tile and V of the one before come together
   bool dropout = false;
   int box_keys = 0;  ///< keys that TMA loads at a time: of one page
   bool split_tail = false;
@@ -29,6 +30,7 @@ struct ForwardKey : AnyForwardKey {
     f("kQStages", q_stages);
     f("kKStages", k_stages);
     f("kVStages", v_stages);
+    f("kPairs", pairs);
     f("kProducerRegisters", producer_registers);
     f("kConsumerRegisters", consumer_registers);
     f("kDropout", dropout);

@@ -28,7 +28,7 @@ using kernels::Work;
 kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
   return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
                                   plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages,
-                                  plan.bias, plan.bias_rows});
+                                  plan.bias, plan.bias_rows, plan.pairs});
 }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
@@ -105,6 +105,7 @@ ForwardPlan common(const Problem& p) {
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.widens_v = plan.dtypes.v != p.dtypes.v;
+  plan.pairs = plan.widens_v && plan.bias == 0;  // with a bias K has buffers for longer than V
   plan.copies_v = plan.widens_v ? "its e4m3 is multiplied as f16" : not_addressable(maps.v);
   plan.copies_bias = not_addressable(maps.bias);
   return plan;
@@ -119,8 +120,10 @@ bool derive_stages(ForwardPlan& plan, int shared_bytes) {
     const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
     const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
     plan.v_stages = std::min(room / (one.k_bytes + one.v_bytes), most);
-    plan.k_stages = std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
-                             std::min(plan.v_stages + 1, most));
+    plan.k_stages = plan.pairs
+                        ? plan.v_stages
+                        : std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
+                                   std::min(plan.v_stages + 1, most));
     plan.shared_bytes = layout_of(plan).bytes;
     if (plan.k_stages + plan.v_stages >= 5) return true;
   }

@@ -18,6 +18,20 @@ struct Rows {
 
 __device__ __forceinline__ Rows rows_without_keys() { return {{infinity(), infinity()}, {0, 0}}; }
 
+// Beside products of 8 bits the sums of a tile are taken of the rounded P, two at a time: they bind there. A thread adds
+// so few numbers of a row that sums of f16 are as good as P.
+enum : int { kSumsWords = ElementQ::kType == kE4M3 };
+
+// Sums of the two rows of a tile's P.
+__device__ __forceinline__ void sum_words(const u32 (&P)[kBlockKeys / 4], float& sum0, float& sum1) {
+  u32 a[4];
+#pragma unroll
+  for (int i = 0; i < kBlockKeys / 4; ++i) a[i % 4] = i < 4 ? P[i] : ElementP::add(a[i % 4], P[i]);
+  const u32 row0 = ElementP::add(a[0], a[2]), row1 = ElementP::add(a[1], a[3]);
+  sum0 = ElementP::low(row0) + ElementP::high(row0);
+  sum1 = ElementP::low(row1) + ElementP::high(row1);
+}
+
 // P = exp2(c * S + shift), and its sums. `exact` is it at the maximum, P = 1, however large that is: c * S is rounded
 // as it was for the shift. Otherwise an instruction less; then what is off for scores beyond 2^24 shows in the sums.
 template <bool exact>
@@ -33,12 +47,18 @@ __device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u
     const float p1 = exponential(S[i + 1], shift0);
     const float p2 = exponential(S[i + 2], shift1);
     const float p3 = exponential(S[i + 3], shift1);
-    a0 = i == 0 ? p0 : a0 + p0;
-    a1 = i == 0 ? p1 : a1 + p1;
-    b0 = i == 0 ? p2 : b0 + p2;
-    b1 = i == 0 ? p3 : b1 + p3;
+    if constexpr (!kSumsWords) {
+      a0 = i == 0 ? p0 : a0 + p0;
+      a1 = i == 0 ? p1 : a1 + p1;
+      b0 = i == 0 ? p2 : b0 + p2;
+      b1 = i == 0 ? p3 : b1 + p3;
+    }
     P[i / 2] = ElementP::pack(p0, p1);
     P[i / 2 + 1] = ElementP::pack(p2, p3);
+  }
+  if constexpr (kSumsWords) {
+    sum_words(P, sum0, sum1);
+    return;
   }
   sum0 = a0 + a1;
   sum1 = b0 + b1;

@@ -114,6 +114,13 @@ struct ElementType {
     if constexpr (type == kF16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
     return sum;
   }
+  // Of words, rounded.
+  static __device__ __forceinline__ u32 add(u32 a, u32 b) {
+    u32 sum;
+    if constexpr (type == kBF16) asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    if constexpr (type == kF16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
+    return sum;
+  }
   // Whether the lower half of a word is neither NaN nor infinite.
   static __device__ __forceinline__ bool is_finite(u32 packed) {
     constexpr u32 kExponent = type == kBF16 ? 0x7f80 : 0x7c00;

@@ -41,7 +41,15 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
       for (KeyWalk walk = walk_of_tiles(keys); walk.more(); walk.next()) {
         load.load_k(source, walk.tile, strip_row);
         if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_row);
-        load.load_v(source, walk.tile);
+        if constexpr (!kPairs) load.load_v(source, walk.tile);
+        else if (walk.tile == keys.end - 1) load.leave_v();
+        else load.load_v(source, walk.tile + 1);
+      }
+      if constexpr (kPairs) {
+        if (keys.end > keys.begin) {
+          load.leave_k();
+          load.load_v(source, keys.begin);
+        }
       }
     }
     // Not earlier, lest a CTA with a long q tile hold another one, too. The consumers still have full buffers.
@@ -124,14 +132,29 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
   KBuffers keys(smem, 0);
   VBuffers values(smem, 0);
   const auto k_operand = [&] { return uniform_descriptor(keys.address(), 0); };
-  const auto v_operand = [&] { return uniform_descriptor(values.address(), kPanelBytes); };
+  const auto v_operand = [&] {
+    if constexpr (kPairs)
+      return uniform_descriptor(smem + kLayout.v + keys.ring.stage() * kLayout.v_bytes, kPanelBytes);
+    else
+      return uniform_descriptor(values.address(), kPanelBytes);
+  };
+  const auto wait_for_values = [&] {
+    if constexpr (kPairs) keys.wait_full();
+    else values.wait_full();
+  };
+  const auto release_values = [&] {
+    if constexpr (kPairs) keys.release(leader);
+    else values.release(leader);
+  };
   const auto skip = [&](int count) {  // key tiles that only other warpgroups see
 #pragma unroll 1
     for (; count > 0; --count) {
       keys.wait_full();
       keys.release(leader);
-      values.wait_full();
-      values.release(leader);
+      if constexpr (!kPairs) {
+        values.wait_full();
+        values.release(leader);
+      }
     }
   };
   u32 leaving = 0;  // the buffer through which the previous O is still leaving, as the offset of its barrier
@@ -148,6 +171,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     KeyWalk walk = load_shared_struct_uniform<KeyWalk>(view);
     if (walk.no_more_work()) break;
     skip(walk.skip_front);
+    if constexpr (kPairs) skip(!walk.more() && walk.skip_front + walk.skip_back > 0);  // there is one more
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
     if (kPacked || kSeqUsedQ) clear_rows_after_sequence(p, walk, view, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
@@ -201,33 +225,35 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 #pragma unroll 1
       while (walk.next()) {
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
-        values.wait_full();
+        if constexpr (!kPairs) values.wait_full();
         keys.wait_full();
         register_fence(O);
         wgmma_fence();
         issue_scores(S, q, k_operand());
         issue_values(O, P, v_operand());
         decide_dropout();
-        wgmma_wait<1>();
-        if (!kBias) keys.release(leader);
+        if constexpr (!kPairs) {
+          wgmma_wait<1>();
+          if (!kBias) keys.release(leader);
+        }
         wgmma_wait<0>();
         register_fence(S);
         register_fence(O);
-        values.release(leader);
+        release_values();
         adjust_scores(false);
         softmax_step<false>(S, P, O, rows, scale.then);
         if (kDropout) kept.drop(P);
       }
 
       // O += P V of the leftmost tile.
-      values.wait_full();
+      wait_for_values();
       register_fence(O);
       wgmma_fence();
       issue_values(O, P, v_operand());
       if (kQStages == 1) leave_q();
       wgmma_wait<0>();
       register_fence(O);
-      values.release(leader);
+      release_values();
     } else if (kQStages > 1) {
       release_q();
     } else {
@@ -256,8 +282,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_forwar
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
     QBuffers::init(smem, 1, 4 * kConsumers);
-    KBuffers::init(smem, 1, 4 * kConsumers);
-    VBuffers::init(smem, 1, 4 * kConsumers);
+    KBuffers::init(smem, kPairs ? 2 : 1, 4 * kConsumers);
+    if constexpr (!kPairs) VBuffers::init(smem, 1, 4 * kConsumers);
     mbarrier_init(smem + kLayout.v_tail, 1);
     fence_mbarrier_init();
     if (kDropout) store_dropout_key(p, smem + kLayout.dropout_key);

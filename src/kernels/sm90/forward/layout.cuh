@@ -5,8 +5,9 @@
 
 __device__ constexpr ForwardLayout kLayout =
     forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBias,
-                    bool(kBiasRows)});
+                    bool(kBiasRows), bool(kPairs)});
 static_assert(kLayout.end <= kLayout.bytes);
+static_assert(!kPairs || (kKStages == kVStages && !kBias));
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),

@@ -17,6 +17,7 @@ struct ForwardTile {
   int head_dim, value_dim, consumers, block_keys, q_stages, k_stages, v_stages;
   int bias = 0;  // 1 + its element type; 0: there is none
   bool bias_rows = false;
+  bool pairs = false;  // a buffer of K and one of V have their barriers together
 };
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
@@ -52,8 +53,8 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.q_empty = map.q_full + 8 * tile.q_stages;
   map.k_full = map.q_empty + 8 * tile.q_stages;
   map.k_empty = map.k_full + 8 * tile.k_stages;
-  map.v_full = map.k_empty + 8 * tile.k_stages;
-  map.v_empty = map.v_full + 8 * tile.v_stages;
+  map.v_full = tile.pairs ? map.k_full : map.k_empty + 8 * tile.k_stages;
+  map.v_empty = tile.pairs ? map.k_empty : map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
   map.view = (map.v_tail + 8 + 15) / 16 * 16;
   map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;

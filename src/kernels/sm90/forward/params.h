@@ -10,6 +10,7 @@
 //   kQStages        buffers of Q (1 or 2); O leaves through the same buffer with kStoreTiles
 //   kKStages        buffers of K
 //   kVStages        buffers of V
+//   kPairs          1: K of a key tile and V of the one before come together (sm90/forward/pipeline.cuh)
 //   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg (multiples of 8):
 //                   1 consumer 40/208, 2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
 //   kHasLeft        1: window_left bounds the keys

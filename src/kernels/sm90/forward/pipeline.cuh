@@ -120,6 +120,18 @@ struct Loader {
     k.advance();
   }
 
+  // With kPairs K of a tile and V of the one to its right, whose products are issued together, are one buffer with two
+  // arrivals: the consumers wait and release half as often. Of a q tile the first has no V, and one more has no K.
+  __device__ __forceinline__ void leave_k() {
+    k.wait_empty();
+    if (elect_one()) mbarrier_arrive(k.full());
+    k.advance();
+  }
+  __device__ __forceinline__ void leave_v() {
+    if (elect_one()) mbarrier_arrive(v.full());
+    v.advance();
+  }
+
   // Rows of V beyond this sequence would meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
   __device__ __forceinline__ void load_v(const Keys& keys, int key_tile) {
     v.wait_empty();
