@@ -7,6 +7,8 @@
 #include <array>
 #include <cmath>
 #include <deque>
+#include <limits>
+#include <optional>
 #include <random>
 #include <span>
 #include <string>
@@ -28,7 +30,8 @@ constexpr double kProducts = 0x1p-9;
 /// has 4 bits, a descale as many, so that bf16 and f16 have each of their products.
 class CodedCall {
  public:
-  CodedCall(Workload& w, uint64_t seed) : tensors(w.forward), w_(w), random_(seed) {
+  CodedCall(Workload& w, uint64_t seed, bool descaled = true)
+      : tensors(w.forward), w_(w), random_(seed), descaled_(descaled) {
     const int64_t group = w.c.hq / w.c.hk;
     code(w.forward.q, group, &Rows::q_begin, &tensors.q, &tensors.q_descale);
     code(w.forward.k, 1, &Rows::k_begin, &tensors.k, &tensors.k_descale);
@@ -54,7 +57,7 @@ class CodedCall {
  private:
   /// Not given, of the tensor, or of sequences and kv heads, any of which may share one.
   Tensor descale() {
-    const uint64_t kind = random_() % 6;
+    const uint64_t kind = descaled_ ? random_() % 6 : 0;
     if (kind == 0) return {};
     const auto batch = static_cast<int64_t>(w_.sequences.size());
     const std::array shape{kind % 2 == 0 ? batch : 1, kind >= 4 ? w_.c.hk : 1};
@@ -116,6 +119,7 @@ class CodedCall {
 
   Workload& w_;
   std::mt19937_64 random_;
+  bool descaled_;
   std::deque<Storage> storages_;
 };
 
@@ -169,6 +173,107 @@ INSTANTIATE_TEST_SUITE_P(Large, Codes,
                          testing::Combine(testing::ValuesIn(coded(large_cases())),
                                           testing::ValuesIn(engines_here())),
                          name);
+
+class CodedCalls : public EveryEngine {
+ protected:
+  CodedCalls() {
+    c_.dtype = DType::kBF16;
+    c_.batch = 2;
+    c_.sq = 70;
+    c_.sk = 150;
+    c_.hq = 4;
+    c_.hk = 2;
+    c_.mask = causal();
+  }
+
+  Case c_;
+};
+
+// What lies at hidden keys reaches nobody, though a product has rows that see them.
+TEST_P(CodedCalls, HiddenNanReachesNobody) {
+  Workload w(c_, 1);
+  w.options.engine = engine();
+  CodedCall call(w, 1);
+  const Tensor& v = call.tensors.v;
+  const int64_t last =
+      (c_.sk - 1) * v.strides[1] + v.strides[2];  // of kv head 1, row 0 of q's hides it
+  store(v.data, DType::kE4M3, last, std::nan(""));
+  if (!computes([&] { compute(call.tensors, w.options); })) return;
+  const std::vector<double> out = read(w.forward.out);
+  for (size_t n = 0; n < out.size(); ++n) {
+    const int64_t head = static_cast<int64_t>(n) / c_.dv % c_.hq;
+    const int64_t row = static_cast<int64_t>(n) / c_.dv / c_.hq % c_.sq;
+    const bool sees = n < out.size() / 2 && head >= 2 && row == c_.sq - 1 && n % 64 == 0;
+    ASSERT_EQ(std::isnan(out[n]), sees) << n;
+  }
+}
+
+// Descales of 0, negative and denormal ones, infinities and NaN give what the numbers give.
+TEST_P(CodedCalls, DescalesMayBeAnything) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  const std::array shape{int64_t{1}}, strides{int64_t{1}};
+  Storage storage(DType::kF32, 1);
+  const Tensor descale = storage.view(0, shape, strides);
+  for (const double x : {0.0, -0.5, 1e-42, 1e-30, 1e30, kInf, std::nan("")}) {
+    for (Tensor ForwardTensors::*of :
+         {&ForwardTensors::q_descale, &ForwardTensors::k_descale, &ForwardTensors::v_descale}) {
+      for (const double softcap : {0.0, 4.0}) {
+        SCOPED_TRACE(testing::Message() << x << " softcap " << softcap << " of v "
+                                        << (of == &ForwardTensors::v_descale));
+        c_.softcap = softcap;
+        Workload w(c_, 3);
+        CodedCall call(w, 3, /*descaled=*/false);
+        write(descale, std::array{x});
+        call.tensors.*of = descale;
+        w.options.engine = "reference";
+        compute(call.tensors, w.options);
+        const std::vector<double> want = read(w.forward.out);
+        w.options.engine = engine();
+        if (!computes([&] { compute(call.tensors, w.options); })) return;
+        const std::vector<double> got = read(w.forward.out);
+        for (size_t n = 0; n < want.size(); ++n) {
+          if (std::isfinite(want[n])) {
+            const double size = of == &ForwardTensors::v_descale ? std::fabs(x) : 1;
+            ASSERT_NEAR(got[n], want[n], 2e-2 * size + 1e-44) << n;
+          } else {
+            ASSERT_FALSE(std::isfinite(got[n])) << n << " got " << got[n] << " want " << want[n];
+          }
+        }
+      }
+    }
+  }
+}
+
+// They are read when a plan runs.
+TEST_P(CodedCalls, DescalesMayChangeFromRunToRun) {
+  c_.mask = full();
+  Workload w(c_, 4);
+  CodedCall call(w, 4, /*descaled=*/false);
+  const std::array shape{c_.batch, c_.hk}, strides{c_.hk, int64_t{1}};
+  Storage storage(DType::kF32, c_.batch * c_.hk);
+  call.tensors.v_descale = storage.view(0, shape, strides);
+  write(call.tensors.v_descale, std::array{1.0, 1.0, 1.0, 1.0});
+  EngineMemory memory(engine());
+  const ForwardTensors there = memory.at(call.tensors);
+  w.options.engine = engine();
+  std::optional<Plan> plan;
+  if (!computes([&] { plan.emplace(fulgur::plan(there, w.options)); })) return;
+  plan->run(there);
+  memory.bring_back();
+  const std::vector<double> want = read(w.forward.out);
+  constexpr std::array factors{2.0, -1.0, 0.5, 0.0};
+  write(call.tensors.v_descale, factors);
+  memory.send();
+  plan->run(there);
+  memory.bring_back();
+  const std::vector<double> got = read(w.forward.out);
+  for (size_t n = 0; n < got.size(); ++n) {
+    const size_t kv = n / 64 % 4 / 2, b = n / (got.size() / 2);
+    ASSERT_EQ(got[n], want[n] * factors[2 * b + kv]) << n;
+  }
+}
+
+FULGUR_EVERY_ENGINE(CodedCalls);
 
 }  // namespace
 }  // namespace fulgur::test

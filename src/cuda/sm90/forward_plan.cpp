@@ -336,7 +336,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     Fitting<ForwardPlan> t{common(p), 0, {}};
     if (tile.consumers == 1 && t.plan.value_dim == 112) continue;  // its O leaves no registers
-    if (tile.consumers == 1 && codes && t.plan.has_chunk && t.plan.dropout) continue;  // nor these
+    if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes)) continue;  // nor do these
     t.plan.consumers = tile.consumers;
     t.plan.block_keys = tile.block_keys;
     t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;

@@ -15,10 +15,12 @@ __device__ __forceinline__ float descale_of(const Descale& descale, int batch, i
   return half_to_float(static_cast<const unsigned short*>(descale.data)[at]);
 }
 
-// Of products of q and k.
+// Of products of q and k. One that is not finite makes NaN, as sums of infinities of both signs are.
 __device__ __forceinline__ float product_descale(const AttentionParams& p, const Place& place) {
   const int kv_head = place.head / p.group;
-  return descale_of(p.q_descale, place.batch, kv_head) * descale_of(p.k_descale, place.batch, kv_head);
+  const float descale =
+      descale_of(p.q_descale, place.batch, kv_head) * descale_of(p.k_descale, place.batch, kv_head);
+  return fabsf(descale) < infinity() ? descale : __int_as_float(0x7fffffff);
 }
 
 // The normalizer of a row with the descale of V; a row that takes no value stays 0.
