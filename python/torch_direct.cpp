@@ -62,9 +62,9 @@ bool read_option(std::string_view name, nb::handle value, Options& options) {
 }
 
 void read_window(nb::handle sides, Mask& mask) {
-  if (!PyTuple_CheckExact(sides.ptr()) || PyTuple_GET_SIZE(sides.ptr()) != 2) refuse("window");
-  read("window", PyTuple_GET_ITEM(sides.ptr(), 0), mask.left);
-  read("window", PyTuple_GET_ITEM(sides.ptr(), 1), mask.right);
+  if (!PyTuple_CheckExact(sides.ptr()) || PyTuple_Size(sides.ptr()) != 2) refuse("window");
+  read("window", PyTuple_GetItem(sides.ptr(), 0), mask.left);
+  read("window", PyTuple_GetItem(sides.ptr(), 1), mask.right);
 }
 
 /// What `compute` returns, None where it throws.

@@ -133,8 +133,9 @@ def _arguments(given):
     """What a call of attention gives: options and tensors by name, those without a gradient apart, and whether lse is
     returned."""
     check("torch.attention", given)
-    for name in _CONSTANTS & given.keys():
-        want_constant(name, given[name])
+    for name in _CONSTANTS:
+        if name in given:
+            want_constant(name, given[name])
     tensors, cache = _given(_WITH_GRADIENT, given), _given(WITHOUT_GRADIENT, given)
     return _options(given), tensors, cache, given.get("return_lse", False)
 

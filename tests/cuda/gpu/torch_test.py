@@ -340,6 +340,45 @@ class TestSdpa(OnGpu):
         for a, b in zip(got, torch.autograd.grad(want, (q, k, v), dout)):
             self.assert_close(a, b, 5e-2)
 
+    def test_the_first_call_of_a_process_is_ours(self):
+        """PyTorch's first choice of a backend sets the order of backends."""
+        for first in ("activate(); call()", "call(); activate(); call()", "torch.cuda.init(); activate(); call()"):
+            with self.subTest(first=first):
+                process = subprocess.run([sys.executable, "-c", FIRST_CALL + first + "; print('calls', len(calls))"],
+                                         capture_output=True, text=True, timeout=300)
+                self.assertEqual((process.stdout, process.returncode), ("calls 1\n", 0), process.stderr)
+
+    def test_masks(self):
+        for kind in ("bool", "float", "gradient"):
+            with self.subTest(kind):
+                q, k, v = (x.transpose(1, 2) for x in make_qkv(hk=8, grad=True))
+                shape = q.shape[0], 1, q.shape[2], k.shape[2]
+                mask = (torch.rand(shape, device="cuda") > 0.3) if kind == "bool" else make(shape)[0].requires_grad_(
+                    kind == "gradient")
+                inputs = (q, k, v, mask) if kind == "gradient" else (q, k, v)
+                out = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                dout = torch.randn_like(out)
+                with sdpa_kernel(SDPBackend.MATH):
+                    want = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+                self.assert_close(out, want)
+                for a, b in zip(self.gradients(out, inputs, dout), torch.autograd.grad(want, inputs, dout)):
+                    self.assert_close(a, b, 6e-2)
+
+
+FIRST_CALL = """
+import torch
+from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.functional import scaled_dot_product_attention
+import fulgur.torch
+from fulgur.torch import _operators
+calls, compute = [], _operators.forward_into
+_operators.forward_into = lambda *x, **y: (calls.append(x), compute(*x, **y))
+def activate(): activate_flash_attention_impl("fulgur")
+def call():
+    q = torch.randn(2, 8, 256, 64, device="cuda", dtype=torch.float16)
+    scaled_dot_product_attention(q, q, q, is_causal=True)
+"""
+
 
 class HostTime(OnGpu):
     """Of calls that find their plan, without waiting for the device; in microseconds, medians. Those of
