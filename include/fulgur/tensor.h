@@ -51,7 +51,8 @@ FULGUR_API int64_t block_of(DType dtype);
 FULGUR_API int64_t size_of(DType dtype);
 /// Bytes of so many elements, a multiple of the block.
 inline int64_t bytes_of(DType dtype, int64_t elements) {
-  return elements / block_of(dtype) * size_of(dtype);
+  const int64_t block = dtype < DType::kE4M3 ? 1 : block_of(dtype);  // divisions are slow
+  return (block == 1 ? elements : elements / block) * size_of(dtype);
 }
 /// "f16", "bf16", "f32", "f64", "i32", "i64", "bool", "u8", or that of a low-bit format.
 FULGUR_API const char* name_of(DType dtype);

@@ -42,9 +42,12 @@ struct ScaleTensor {
   Scales at{};
 
   bool given() const { return at.groups > 0; }
+  float operator[](int64_t i) const {
+    return at.dtype == DType::kF32 ? static_cast<const float*>(data)[i]
+                                   : f32_from_f16(static_cast<const uint16_t*>(data)[i]);
+  }
   float of(int64_t b, int64_t kv, int64_t entry, int64_t row, int64_t head, int64_t group) const {
-    return static_cast<float>(
-        load_element(data, at.dtype, at.offset(b, kv, entry, row, head, group)));
+    return (*this)[at.offset(b, kv, entry, row, head, group)];
   }
 };
 

@@ -121,16 +121,16 @@ inline fulgur_status call_c(const Call& call, bool backward,
                        call.run.dropout_offset};
   const fulgur_var_len lengths{sizeof(lengths), cu_q, cu_k, used_q, used_k};
   if (backward) {
-    const fulgur_backward_args args{sizeof(args), dout, q,      k,        v,     out,
-                                    lse,          dq,   dk,     dv,       alibi, rng,
-                                    sinks,        dlse, dsinks, &lengths, bias,  dbias};
+    const fulgur_backward_args args{sizeof(args), dout,     q,    k,     v,       out,   lse,
+                                    dq,           dk,       dv,   alibi, rng,     sinks, dlse,
+                                    dsinks,       &lengths, bias, dbias, nullptr, 0};
     return fulgur_backward(&args, &o, &run);
   }
   const fulgur_kv_cache cache{sizeof(cache), table, indptr, index, leftpad};
   const fulgur_shared_prefix prefix{sizeof(prefix), groups, lens};
-  const fulgur_forward_args args{sizeof(args), q,      k,     v,      out,      lse,
-                                 alibi,        rng,    sinks, tree,   &lengths, &cache,
-                                 &prefix,      append, bias,  nullptr};
+  const fulgur_forward_args args{sizeof(args), q,      k,     v,       out,      lse,
+                                 alibi,        rng,    sinks, tree,    &lengths, &cache,
+                                 &prefix,      append, bias,  nullptr, nullptr,  0};
   return fulgur_forward(&args, &o, &run);
 }
 

@@ -47,7 +47,7 @@ struct DottedPairs {
                              const KeyTile& tile, int64_t key_end, const Element* HWY_RESTRICT Q,
                              float factor, const DecodeRows& all) {
     dot_keys<DottedPairs>(DecodeTile(first, K.t, K.layout, K.dim, tile.j, tile.n, key_end), tile.n,
-                          K.dim, Q, factor, {0, heads, first.rows()}, all);
+                          K.dim, Q, factor, {0, heads, first.rows(), all.S}, all);
   }
   static void add_values(const Task& first, const DecodeOperand& V, int64_t heads,
                          const KeyTile& tile, int64_t key_end, const DecodeRows& all);

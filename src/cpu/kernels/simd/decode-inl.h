@@ -76,13 +76,18 @@ struct DecodeTile {
 
   /// The row; asks for a later one.
   HWY_INLINE const char* row(int64_t j, int64_t i) const {
-    const char* const later = soon[j] + i * head;
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(later + byte, 0, kToL2);
+    ask_for(soon[j] + i * head);
     return at[j] + i * head;
   }
+  /// Asks for the row.
+  HWY_INLINE void ask(int64_t j, int64_t i) const { ask_for(at[j] + i * head); }
 
  private:
   static constexpr int64_t kAhead = 4096;  // bytes
+
+  HWY_INLINE void ask_for(const char* row) const {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, kToL2);
+  }
 
   static int64_t keys_ahead(const Task& task, DType dtype, const Layout& layout) {
     const int64_t stride = bytes_of(dtype, std::abs(key_stride(task.problem, layout)));
@@ -220,8 +225,10 @@ HWY_INLINE void dot_block(const char* const* K, int64_t d,
   };
   const auto whole = [](const char* row, int64_t at) HWY_ATTR { return Products::key(row, at); };
   int64_t c = 0;
-  for (; c + Products::kStep <= d; c += Products::kStep) {
-    FULGUR_UNROLL for (int64_t i = 0; i < Products::kStep; i += kElements) step(c + i, whole);
+  if constexpr (Products::kStep > kElements) {
+    for (; c + Products::kStep <= d; c += Products::kStep) {
+      FULGUR_UNROLL for (int64_t i = 0; i < Products::kStep; i += kElements) step(c + i, whole);
+    }
   }
   for (; c + kElements <= d; c += kElements) step(c, whole);
   if (c < d) {
@@ -308,22 +315,23 @@ HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float
   }
 }
 
-/// Heads [begin, end) of a task, of `rows` rows each.
+/// Heads [begin, end) of a task, of `rows` rows each, and the scores or weights of their keys.
 struct DecodeHeads {
   int64_t begin, end, rows;
+  float* S;  // [n][width] of DecodeRows
 };
 
 /// O += P^T V with n keys.
 template <DType kDType, class Tile>
-HWY_INLINE void add_values(Widened<kDType>, const Tile& V, int64_t n, int64_t dv,
-                           const DecodeHeads& heads, const DecodeRows& all) {
+HWY_NOINLINE void add_values(Widened<kDType>, const Tile& V, int64_t n, int64_t dv,
+                             const DecodeHeads& heads, const DecodeRows& all) {
   const int64_t ldo = round_up(dv, kLanes), rows = heads.rows;
   for_streams<1>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
     constexpr int kCount = decltype(streams)::value;
     for (int64_t i = heads.begin, r = i * rows; i < heads.end; ++i, r += rows) {
       const char* row[kCount];
       FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = V.row(j + k * step, i);
-      add_rows<kDType, kCount>(row, dv, all.S + j * all.width + r, step * all.width,
+      add_rows<kDType, kCount>(row, dv, heads.S + j * all.width + r, step * all.width,
                                all.O + r * ldo, ldo, rows);
     }
   });
@@ -331,17 +339,17 @@ HWY_INLINE void add_values(Widened<kDType>, const Tile& V, int64_t n, int64_t dv
 
 /// S = factor K Q^T of n keys.
 template <class Products, class Tile>
-HWY_INLINE void dot_keys(const Tile& K, int64_t n, int64_t d,
-                         const typename Products::Element* HWY_RESTRICT Q, float factor,
-                         const DecodeHeads& heads, const DecodeRows& all) {
+HWY_NOINLINE void dot_keys(const Tile& K, int64_t n, int64_t d,
+                           const typename Products::Element* HWY_RESTRICT Q, float factor,
+                           const DecodeHeads& heads, const DecodeRows& all) {
   const int64_t ldq = round_up(d, Products::kElements), rows = heads.rows;
   for_streams<1>(n, [&](auto streams, int64_t j, int64_t step) HWY_ATTR {
     constexpr int kCount = decltype(streams)::value;
     for (int64_t i = heads.begin, r = i * rows; i < heads.end; ++i, r += rows) {
       const char* row[kCount];
       FULGUR_UNROLL for (int k = 0; k < kCount; ++k) row[k] = K.row(j + k * step, i);
-      dot_rows<Products, kCount>(row, d, Q + r * ldq, ldq, factor, rows, all.S + j * all.width + r,
-                                 step * all.width);
+      dot_rows<Products, kCount>(row, d, Q + r * ldq, ldq, factor, rows,
+                                 heads.S + j * all.width + r, step * all.width);
     }
   });
 }
@@ -371,30 +379,32 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
   }
 }
 
-/// A tile of K or V of a task: where its elements are, what makes numbers of them, and memory for
-/// such, if they are not made in registers.
+/// Memory for the numbers of some keys of a head of K or V: few enough to stay in L1 with the rows
+/// that they meet.
+constexpr int64_t kMadeKeys = 16;
+
+/// K or V of a task: where its elements are, and what makes numbers of them.
 struct DecodeOperand {
   const ConstTensor& t;
   const Layout& layout;
   int64_t dim;
   const Scaling& scaling;
-  float* numbers;  // [kBc][round_up(dim)]
+  float* numbers;  // [kMadeKeys][round_up(dim)]
 
-  /// Rows that are made of codes beforehand.
-  bool made() const { return makes_numbers(t.dtype, scaling); }
-  /// Of formats that are fewest in use, of zero points, and where a row has several scales.
-  static bool makes_numbers(DType dtype, const Scaling& scaling) {
+  /// Whether rows become numbers in memory, instead of in registers: of formats that are fewest in
+  /// use, of zero points, and where a row has several scales.
+  bool made() const {
     constexpr DType kInRegisters[] = {DType::kE4M3, DType::kInt8, DType::kQ8_0, DType::kQ4_0};
-    if (!is_low_bit(dtype)) return false;
-    return std::ranges::find(kInRegisters, dtype) == std::end(kInRegisters) ||
+    if (!is_low_bit(t.dtype)) return false;
+    return std::ranges::find(kInRegisters, t.dtype) == std::end(kInRegisters) ||
            scaling.zero_point.given() || (scaling.given() && scaling.scale.at.groups > 1);
   }
 };
 
-/// Memory for the numbers of a tile of K or V.
+/// Memory for the numbers of keys of K or V.
 inline float* take_numbers(const Problem& p, Arena& arena) {
   const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
-  return codes ? arena.take(kBc * round_up(std::max(p.d, p.dv), kLanes)) : nullptr;
+  return codes ? arena.take(kMadeKeys * round_up(std::max(p.d, p.dv), kLanes)) : nullptr;
 }
 
 /// Rows in memory of the task.
@@ -406,52 +416,61 @@ struct MadeTile {
   }
 };
 
-/// Calls compute(Widened of the dtype, tile of n keys from j on, heads) until all heads of a task
-/// are computed.
+/// Calls compute(Widened of the dtype, tile of keys, how many, heads) until all keys [j, j + n) of
+/// all heads of a task are computed.
 template <class Compute>
 HWY_INLINE void with_numbers(const Task& first, const DecodeOperand& of, int64_t heads, int64_t j,
-                             int64_t n, int64_t key_end, const Compute& compute) {
+                             int64_t n, int64_t key_end, const DecodeRows& all,
+                             const Compute& compute) {
   const int64_t rows = first.rows();
+  const DecodeTile tile(first, of.t, of.layout, of.dim, j, n, key_end);
   if (of.made()) {
     const int64_t ld = round_up(of.dim, kLanes);
-    for (int64_t i = 0; i < heads; ++i) {
-      load_keys(first.kv_head_after(i), of.t, of.layout, of.dim, j, n, of.numbers, ld, of.scaling);
-      compute(Widened<DType::kF32>(), MadeTile{of.numbers, ld}, DecodeHeads{i, i + 1, rows});
+    for (int64_t at = 0; at < n; at += kMadeKeys) {
+      const int64_t count = std::min(kMadeKeys, n - at);
+      for (int64_t i = 0; i < heads; ++i) {
+        for (int64_t key = at; key < at + count; ++key) tile.ask(key, i);
+        load_keys(first.kv_head_after(i), of.t, of.layout, of.dim, j + at, count, of.numbers, ld,
+                  of.scaling);
+        compute(Widened<DType::kF32>(), MadeTile{of.numbers, ld}, count,
+                DecodeHeads{i, i + 1, rows, all.S + at * all.width});
+      }
     }
     return;
   }
-  const DecodeTile tile(first, of.t, of.layout, of.dim, j, n, key_end);
-  const DecodeHeads all{0, heads, rows};
+  const DecodeHeads every{0, heads, rows, all.S};
   switch (of.t.dtype) {
     case DType::kF16:
-      return compute(Widened<DType::kF16>(), tile, all);
+      return compute(Widened<DType::kF16>(), tile, n, every);
     case DType::kBF16:
-      return compute(Widened<DType::kBF16>(), tile, all);
+      return compute(Widened<DType::kBF16>(), tile, n, every);
     case DType::kE4M3:
-      return compute(Widened<DType::kE4M3>(), tile, all);
+      return compute(Widened<DType::kE4M3>(), tile, n, every);
     case DType::kInt8:
-      return compute(Widened<DType::kInt8>(), tile, all);
+      return compute(Widened<DType::kInt8>(), tile, n, every);
     case DType::kQ8_0:
-      return compute(Widened<DType::kQ8_0>(), tile, all);
+      return compute(Widened<DType::kQ8_0>(), tile, n, every);
     case DType::kQ4_0:
-      return compute(Widened<DType::kQ4_0>(), tile, all);
+      return compute(Widened<DType::kQ4_0>(), tile, n, every);
     default:
-      return compute(Widened<DType::kF32>(), tile, all);
+      return compute(Widened<DType::kF32>(), tile, n, every);
   }
 }
 
 /// S or P of a tile times the scales of keys whose codes are multiplied as they are.
-HWY_INLINE void descale_scores(const Task& first, const DecodeOperand& of, int64_t j, int64_t n,
-                               const DecodeRows& all) {
+HWY_NOINLINE inline void descale_scores(const Task& first, const DecodeOperand& of, int64_t j,
+                                        int64_t n, const DecodeRows& all) {
   if (!of.scaling.given() || of.made()) return;
-  const int64_t rows = first.rows();
-  float* to = all.S;
-  for (KvRuns run(first.keys, j, n); !run.done(); run.next()) {
-    for (int64_t row = run.row; row < run.row + run.count; ++row, to += all.width) {
-      for (int64_t r = 0; r < all.count; r += rows) {
-        const int64_t kv = first.kv + r / rows;
-        const float scale = of.scaling.scale.of(first.b, kv, run.entry, row, kv, 0);
-        for (int64_t i = r; i < r + rows; ++i) to[i] *= scale;
+  const ScaleTensor& scale = of.scaling.scale;
+  const int64_t rows = first.rows(), step = scale.at.of_rows ? scale.at.row : 0;
+  for (int64_t r = 0; r < all.count; r += rows) {
+    const int64_t kv = first.kv + r / rows;
+    float* to = all.S + r;
+    for (KvRuns run(first.keys, j, n); !run.done(); run.next()) {
+      const int64_t at = scale.at.offset(first.b, kv, run.entry, run.row, kv, 0);
+      for (int64_t i = 0; i < run.count; ++i, to += all.width) {
+        const float factor = scale[at + i * step];
+        for (int64_t row = 0; row < rows; ++row) to[row] *= factor;
       }
     }
   }
@@ -462,19 +481,19 @@ struct Numbers : Widened<DType::kF32> {
   static HWY_INLINE void dot(const Task& first, const DecodeOperand& K, int64_t heads,
                              const KeyTile& tile, int64_t key_end, const float* HWY_RESTRICT Q,
                              float factor, const DecodeRows& all) {
-    const auto by = [&](auto products, const auto& keys, const DecodeHeads& some) HWY_ATTR {
-      dot_keys<decltype(products)>(keys, tile.n, K.dim, Q, factor, some, all);
-    };
-    with_numbers(first, K, heads, tile.j, tile.n, key_end, by);
+    const auto by =
+        [&](auto products, const auto& keys, int64_t n, const DecodeHeads& some)
+            HWY_ATTR { dot_keys<decltype(products)>(keys, n, K.dim, Q, factor, some, all); };
+    with_numbers(first, K, heads, tile.j, tile.n, key_end, all, by);
     descale_scores(first, K, tile.j, tile.n, all);
   }
   static HWY_INLINE void add_values(const Task& first, const DecodeOperand& V, int64_t heads,
                                     const KeyTile& tile, int64_t key_end, const DecodeRows& all) {
     descale_scores(first, V, tile.j, tile.n, all);
-    const auto by = [&](auto products, const auto& values, const DecodeHeads& some) HWY_ATTR {
-      HWY_NAMESPACE::add_values(products, values, tile.n, V.dim, some, all);
-    };
-    with_numbers(first, V, heads, tile.j, tile.n, key_end, by);
+    const auto by =
+        [&](auto products, const auto& values, int64_t n, const DecodeHeads& some)
+            HWY_ATTR { HWY_NAMESPACE::add_values(products, values, n, V.dim, some, all); };
+    with_numbers(first, V, heads, tile.j, tile.n, key_end, all, by);
   }
 };
 

@@ -7,6 +7,7 @@
 #endif
 
 #include "base/formats.h"
+#include "base/scales.h"
 #include "cpu/kernels/simd/vector-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -206,23 +207,68 @@ HWY_NOINLINE inline bool load_rows(DType dtype, const void* src, int64_t stride,
   }
 }
 
-/// x = (x - zero) * scale of the columns of a row; returns whether what comes out is finite.
-HWY_INLINE bool descale_row(float zero, float scale, int64_t cols, float* HWY_RESTRICT x) {
+/// The scales, or zero points, of rows of codes from `row` on of a head: [rows][groups of columns].
+struct RowScales {
+  const ScaleTensor& t;
+  int64_t first, row_step;
+
+  RowScales(const ScaleTensor& tensor, int64_t b, int64_t kv, int64_t entry, int64_t row,
+            int64_t head)
+      : t(tensor),
+        first(t.given() ? t.at.offset(b, kv, entry, row, head, 0) : 0),
+        row_step(t.at.of_rows ? t.at.row : 0) {}
+  HWY_INLINE V32 of(int64_t row, int64_t group) const {
+    if (!t.given()) return hn::Zero(F32());
+    return hn::Set(F32(), t[first + row * row_step + group * t.at.group]);
+  }
+};
+
+template <DType kDType>
+HWY_INLINE bool load_scaled_rows_of(const void* src, int64_t stride, int64_t rows, int64_t cols,
+                                    const RowScales& scales, const RowScales& zeros,
+                                    float* HWY_RESTRICT dst, int64_t ld) {
   const F32 f;
-  const V32 z = hn::Set(f, zero), s = hn::Set(f, scale);
+  const int64_t groups = scales.t.at.groups, columns = cols / groups;
   V32 poison = hn::Zero(f);
-  int64_t c = 0;
-  for (; c + kLanes <= cols; c += kLanes) {
-    const V32 y = hn::Mul(hn::Sub(hn::LoadU(f, x + c), z), s);
-    poison = hn::MulAdd(y, hn::Zero(f), poison);
-    hn::StoreU(y, f, x + c);
+  for (int64_t r = 0; r < rows; ++r, dst += ld) {
+    const char* const row = static_cast<const char*>(src) + bytes_of(kDType, r * stride);
+    int64_t c = 0;
+    for (int64_t g = 0; g < groups; ++g) {
+      const V32 scale = scales.of(r, g), zero = zeros.of(r, g);
+      const auto number = [&](V32 code) HWY_ATTR {
+        const V32 x = hn::Mul(hn::Sub(code, zero), scale);
+        poison = hn::MulAdd(x, hn::Zero(f), poison);
+        return x;
+      };
+      const int64_t end = (g + 1) * columns;
+      for (; c + kLanes <= end; c += kLanes)
+        hn::Store(number(load_numbers<kDType>(row, c)), f, dst + c);
+      if (c < end) {  // of the only group
+        const V32 x = number(load_last_numbers<kDType>(row, c, end - c));
+        hn::Store(hn::IfThenElseZero(hn::FirstN(f, end - c), x), f, dst + c);
+        c += kLanes;
+      }
+    }
+    for (; c < ld; c += kLanes) hn::Store(hn::Zero(f), f, dst + c);
   }
-  bool finite = hn::AllFalse(f, hn::IsNaN(poison));
-  for (; c < cols; ++c) {
-    x[c] = (x[c] - zero) * scale;
-    finite &= std::isfinite(x[c]);
+  return hn::AllFalse(f, hn::IsNaN(poison));
+}
+
+/// load_rows() of codes that have scales: (code - zero point) * scale.
+HWY_NOINLINE inline bool load_scaled_rows(DType dtype, const void* src, int64_t stride,
+                                          int64_t rows, int64_t cols, const RowScales& scales,
+                                          const RowScales& zeros, float* HWY_RESTRICT dst,
+                                          int64_t ld) {
+  switch (dtype) {
+    case DType::kE4M3:
+      return load_scaled_rows_of<DType::kE4M3>(src, stride, rows, cols, scales, zeros, dst, ld);
+    case DType::kE5M2:
+      return load_scaled_rows_of<DType::kE5M2>(src, stride, rows, cols, scales, zeros, dst, ld);
+    case DType::kInt4:
+      return load_scaled_rows_of<DType::kInt4>(src, stride, rows, cols, scales, zeros, dst, ld);
+    default:
+      return load_scaled_rows_of<DType::kInt8>(src, stride, rows, cols, scales, zeros, dst, ld);
   }
-  return finite;
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE

@@ -163,23 +163,6 @@ inline void* address(const Tensor& t, int64_t offset) {
   return static_cast<char*>(t.data) + offset * size_of(t.dtype);
 }
 
-/// Codes of rows [row, row + count) of an entry, which are in dst [count][ld], to numbers; whether
-/// all are finite.
-HWY_NOINLINE inline bool descale_rows(const Scaling& scaling, int64_t b, int64_t kv, int64_t entry,
-                                      int64_t row, int64_t count, int64_t head, int64_t dim,
-                                      float* HWY_RESTRICT dst, int64_t ld) {
-  const ScaleTensor &scale = scaling.scale, &zero = scaling.zero_point;
-  const int64_t groups = scale.at.groups, columns = dim / groups;
-  bool finite = true;
-  for (int64_t r = 0; r < count; ++r, dst += ld) {
-    for (int64_t g = 0; g < groups; ++g) {
-      const auto of = [&](const ScaleTensor& t) { return t.of(b, kv, entry, row + r, head, g); };
-      finite &= descale_row(zero.given() ? of(zero) : 0, of(scale), columns, dst + g * columns);
-    }
-  }
-  return finite;
-}
-
 /// Keys [j, j + n) of K or V of a task, widened to dst [n][ld]; whether all are finite.
 HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                           int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld,
@@ -187,10 +170,14 @@ HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& 
   bool finite = true;
   for (KvRuns run(task.keys, j, n); !run.done(); run.next()) {
     const void* from = address(t, layout.offset(run.entry, run.row, task.kv));
-    finite &= load_rows(t.dtype, from, layout.row, run.count, dim, dst, ld);
     if (scaling.given()) {
-      finite &= descale_rows(scaling, task.b, task.kv, run.entry, run.row, run.count, task.kv, dim,
-                             dst, ld);
+      const auto of = [&](const ScaleTensor& scale) {
+        return RowScales(scale, task.b, task.kv, run.entry, run.row, task.kv);
+      };
+      finite &= load_scaled_rows(t.dtype, from, layout.row, run.count, dim, of(scaling.scale),
+                                 of(scaling.zero_point), dst, ld);
+    } else {
+      finite &= load_rows(t.dtype, from, layout.row, run.count, dim, dst, ld);
     }
     dst += run.count * ld;
   }
@@ -223,11 +210,16 @@ HWY_INLINE bool load_queries(const Task& task, const ConstTensor& t, const Layou
   bool finite = true;
   for (int64_t r = 0; r < count; ++r) {
     const void* from = address(t, row_offset(task, layout, row + r));
-    finite &= load_rows(t.dtype, from, 0, 1, dim, dst + r * ld, ld);
-    if (!scaling.given()) continue;
+    if (!scaling.given()) {
+      finite &= load_rows(t.dtype, from, 0, 1, dim, dst + r * ld, ld);
+      continue;
+    }
     const int64_t query = task.s.q_begin + task.query(row + r), head = task.head(row + r);
-    finite &= descale_rows(scaling, task.b, head / task.problem.group(), task.b, query, 1, head,
-                           dim, dst + r * ld, ld);
+    const auto of = [&](const ScaleTensor& scale) {
+      return RowScales(scale, task.b, head / task.problem.group(), task.b, query, head);
+    };
+    finite &= load_scaled_rows(t.dtype, from, 0, 1, dim, of(scaling.scale), of(scaling.zero_point),
+                               dst + r * ld, ld);
   }
   std::fill(dst + count * ld, dst + width * ld, 0.0f);
   return finite;

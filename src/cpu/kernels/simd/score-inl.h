@@ -95,16 +95,26 @@ HWY_INLINE bool begin_tile(const Task& task, TaskExpressions& expressions, int64
   return !expressions.masks() || expressions.mask(tile, number, columns, bias, panel);
 }
 
-/// score_rule() with the expressions of a task, whose rows and columns are those of these numbers.
-HWY_INLINE void score_rule(const Problem& p, TaskExpressions& expressions, int64_t number,
-                           int64_t columns, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
-                           float* HWY_RESTRICT slope, float* bias, Panel* panel) {
-  if (!expressions.changes_scores()) return score_rule(p, *panel, tile, S, ld, slope);
+/// score_rule() with expressions that change scores; not part of the loops that have none, for
+/// which the compiler then finds better code.
+HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpressions& expressions,
+                                                   int64_t number, int64_t columns,
+                                                   const KeyTile& tile, float* HWY_RESTRICT S,
+                                                   int64_t ld, float* HWY_RESTRICT slope,
+                                                   float* bias, Panel* panel) {
   if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
   expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, panel);
   if (panel->bias != nullptr) add_bias(*panel, tile, S, ld);
   hide_scores(panel->mask, panel->vectors, tile, S, ld);
+}
+
+/// score_rule() with the expressions of a task, whose rows and columns are those of these numbers.
+HWY_INLINE void score_rule(const Problem& p, TaskExpressions& expressions, int64_t number,
+                           int64_t columns, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
+                           float* HWY_RESTRICT slope, float* bias, Panel* panel) {
+  if (!expressions.changes_scores()) return score_rule(p, *panel, tile, S, ld, slope);
+  score_rule_of_expressions(p, expressions, number, columns, tile, S, ld, slope, bias, panel);
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
