@@ -520,7 +520,8 @@ def attention(
         q_descale, k_descale, v_descale: float32 or float16: what codes of q, k and v are multiplied by,
             default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
             for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
-            int8, or a :class:`Quantized`, which brings its own, or other floats than q.
+            int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
+            q, k and v may all be float8_e4m3fn, with descales of the first two kinds.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.
         deterministic: the backward pass gives the same bits in every run.

@@ -3,11 +3,13 @@
 Functions, arguments, defaults and results are upstream's; what fulgur does not have raises
 NotImplementedError. ``num_splits``, ``pack_gqa``, ``sm_margin`` and ``scheduler_metadata`` are
 hints about upstream's kernels, and taken whatever they say. :func:`fulgur.install_as` lets ``import
-flash_attn_interface`` find this module.
+flash_attn_interface`` find this module. q, k and v may be float8, with descales ``(batch, hk)``: out is
+bfloat16 then, as upstream's, and has no gradient.
 """
 
 import torch
 
+import fulgur
 from fulgur import _drop_in
 from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts
 from fulgur._names import OPTIONS, PRIVATE, named
@@ -19,16 +21,29 @@ _backward_into = torch.ops.fulgur.backward_into.default
 
 def _attention(
     q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
-    return_attn_probs, refused, **packed,
+    return_attn_probs, qv, descales, **packed,
 ):  # fmt: skip
-    refuse(**refused)
+    refuse(qv=qv)
     refuse_wide(v)
-    results = named(
-        OPTIONS, attention, q, k, v, scale=softmax_scale, causal=causal, window=sides(window_size),
-        chunk=attention_chunk, softcap=softcap, deterministic=deterministic, return_lse=True,
-        **packed,
+    options = dict(
+        scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
+        softcap=softcap, return_lse=True, **packed,
     )  # fmt: skip
+    if getattr(q, "dtype", None) in _FLOAT8:
+        results = named(OPTIONS, fulgur.attention, q, k, v, **descales, **options)
+    else:
+        for name, descale in descales.items():
+            if descale is not None:
+                raise ValueError(f"{name}: given with a q of {_dtype_of(q)}, want it with float8")
+        results = named(OPTIONS, attention, q, k, v, deterministic=deterministic, **options)
     return results if return_attn_probs else results[0]
+
+
+_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def _dtype_of(tensor):
+    return str(getattr(tensor, "dtype", type(tensor).__name__)).removeprefix("torch.")
 
 
 def flash_attn_func(
@@ -37,10 +52,10 @@ def flash_attn_func(
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
     """out, or (out, softmax_lse) with ``return_attn_probs``."""
-    refused = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _attention(
         q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
-        return_attn_probs, refused,
+        return_attn_probs, qv, descales,
     )  # fmt: skip
 
 
@@ -58,10 +73,10 @@ def flash_attn_qkvpacked_func(
     else:
         heads_k = _drop_in.heads_of_k(qkv, num_heads_q)
         q, k, v = qkv.split([num_heads_q, heads_k, heads_k], -2)
-    refused = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return named(
         _drop_in.PARTS_OF_QKV, _attention, q, k, v, softmax_scale, causal, window_size,
-        attention_chunk, softcap, deterministic, return_attn_probs, refused,
+        attention_chunk, softcap, deterministic, return_attn_probs, None, descales,
     )  # fmt: skip
 
 
@@ -72,10 +87,10 @@ def flash_attn_varlen_func(
     pack_gqa=None, deterministic=False, sm_margin=0, return_attn_probs=False,
 ):  # fmt: skip
     """The same of packed sequences."""
-    refused = dict(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _attention(
         q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
-        return_attn_probs, refused, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        return_attn_probs, qv, descales, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
         seqused_q=seqused_q, seqused_k=seqused_k,
     )  # fmt: skip

@@ -22,8 +22,7 @@ from fulgur.torch import attention  # noqa: E402
 ANYTHING = torch.ones(2)
 OF_MODS = ("score_mod", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors")
 REFUSED = [
-    *((fa3.flash_attn_func, 3, name) for name in (
-        "qv", "q_descale", "k_descale", "v_descale")),
+    (fa3.flash_attn_func, 3, "qv"),
     (fa3.flash_attn_varlen_func, 7, "qv"),
     *((fa3._flash_attn_forward, 3, name) for name in ("qv", "q_descale", "k_descale", "v_descale")),
     *((fa3.flash_attn_with_kvcache, 3, name) for name in (
@@ -45,6 +44,16 @@ def test_what_is_missing_raises(function, tensors, name):
     arguments = (q, k, v, int32(0, 5), int32(0, 7), 5, 7)[:tensors]
     with pytest.raises(NotImplementedError, match=f"^{name}: "):
         function(*arguments, **{name: ANYTHING})
+
+
+@pytest.mark.parametrize("name", ("q_descale", "k_descale", "v_descale"))
+def test_descales_are_of_float8(name):
+    q, k, v = make_qkv()
+    with pytest.raises(ValueError, match=f"^{name}: given with a q of float32, want it with float8$"):
+        fa3.flash_attn_func(q, k, v, **{name: torch.ones(2, 2)})
+    k8 = k.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="^q_descale: got shape"):
+        fa3.flash_attn_func(q.to(torch.float8_e4m3fn), k8, k8, q_descale=torch.ones(3, 7))
 
 
 Q, KV, QKV, ENDS = (2, 5, 4, 8), (2, 7, 2, 2, 8), (2, 5, 3, 4, 8), int32(0, 2, 9)

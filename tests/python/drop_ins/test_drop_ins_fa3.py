@@ -21,6 +21,29 @@ class TestFlashAttention3:
         assert torch.equal(fa3.flash_attn_func(q, k, v, **theirs, **hints), want[0])
         assert_same(fa3.flash_attn_func(q, k, v, return_attn_probs=True, **theirs), want)
 
+    @pytest.mark.parametrize("theirs, ours", OPTIONS)
+    @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+    def test_float8(self, theirs, ours, codes):
+        """Codes times descales of sequences and kv heads, out in bfloat16."""
+        q, k, v = (x.to(codes) for x in make_qkv())
+        descales = [torch.rand(2, 2) + 0.5 for _ in range(3)]
+        names = ("q_descale", "k_descale", "v_descale")
+        out, lse = fa3.flash_attn_func(
+            q, k, v, **dict(zip(names, descales, strict=True)), **theirs, return_attn_probs=True)  # fmt: skip
+        groups = (q.shape[2] // 2, 1, 1)
+        numbers = [
+            x.float() * scale.repeat_interleave(group, 1)[:, None, :, None]
+            for x, scale, group in zip((q, k, v), descales, groups, strict=True)
+        ]
+        want = attention(*numbers, return_lse=True, **ours)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), want[0], rtol=1e-2, atol=1e-3)
+        torch.testing.assert_close(lse, want[1])
+        packed = [x.flatten(0, 1) for x in (q, k, v)]
+        ends = int32(0, 5, 10), int32(0, 7, 14), 5, 7
+        got = fa3.flash_attn_varlen_func(*packed, *ends, **dict(zip(names, descales, strict=True)), **theirs)
+        assert torch.equal(got, out.flatten(0, 1))
+
     @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(2, 1))])
     @pytest.mark.parametrize("chunk", [1, 3, 20])
     def test_chunks(self, options, chunk):
