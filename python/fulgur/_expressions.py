@@ -11,7 +11,7 @@ from fulgur import _arguments as _a
 from fulgur import _fulgur
 
 SYMBOLS = ("score", "b", "h", "hk", "q", "k", "sq", "sk", "q0", "delta")
-_IS_NOT_KNOWN = (
+_HAS_NO_VALUE = (
     "an expression has no value while it is made: want fulgur.where(condition, x, y) for if, and &, | and ~ of "
     "compares in parentheses for and, or, not and chains"
 )
@@ -59,11 +59,11 @@ class Expression:
     NumPy's functions (``np.tanh``, ``np.minimum``, ``np.where``) take it, too.
     """
 
-    __slots__ = ("_expr",)
+    __slots__ = ("_expr", "text")
     __hash__ = None  # == makes an expression
 
-    def __init__(self, expr):
-        self._expr = expr
+    def __init__(self, expr, text=None):
+        self._expr, self.text = expr, text  # text: as str() gives it, of what is made for many calls
 
     @property
     def type(self):
@@ -125,7 +125,7 @@ class Expression:
             raise TypeError(f"expression: got the dtype {dtype!r}, want bool, int or float")
         return apply("to_int" if kind == "i" else "to_float", self)
 
-    __bool__ = _refuse(_IS_NOT_KNOWN)
+    __bool__ = _refuse(_HAS_NO_VALUE)
     __int__ = __float__ = __complex__ = __index__ = _refuse(
         "is no number while it is made: want functions of fulgur or of NumPy, not of math, and tensors that the call "
         "is given by name (tensors=) to be indexed with it"
@@ -249,7 +249,7 @@ class TensorName:
     __iter__ = None  # without an end, as every index is in range
 
 
-def _symbols(views):
+def symbols_of(views):
     """Those of the tensors of a call, of their views by name."""
     for name in views:
         if name in SYMBOLS:
@@ -257,25 +257,27 @@ def _symbols(views):
     return {name: _fulgur.TensorSymbol(name, view) for name, view in views.items()}
 
 
+def _parameters(name, function, known):
+    """The names of a function's parameters that are known."""
+    found = []
+    for x in inspect.signature(function).parameters.values():
+        if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
+            continue
+        if x.name in known and x.kind != x.POSITIONAL_ONLY:
+            found.append(x.name)
+        elif x.default is x.empty:
+            raise TypeError(f"{name}: got a function of {x}, want parameters of {', '.join(known)}")
+    return found
+
+
 def _call(name, function, views, symbols, places):
     """What a function returns for the places and tensors that its parameters are named after."""
     known = {x: Expression(_fulgur.Expr.symbol(x)) for x in places}
     known |= {x: TensorName(x, view.shape, symbols[x]) for x, view in views.items()}
-    positional, keywords = [], {}
-    for x in inspect.signature(function).parameters.values():
-        if x.kind in (x.VAR_POSITIONAL, x.VAR_KEYWORD):
-            continue
-        if x.name in known:
-            if x.kind == x.POSITIONAL_ONLY:
-                positional.append(known[x.name])
-            else:
-                keywords[x.name] = known[x.name]
-        elif x.default is x.empty:
-            raise TypeError(f"{name}: got a function of {x.name!r}, want parameters of {', '.join(known)}")
-    return function(*positional, **keywords)
+    return function(**{x: known[x] for x in _parameters(name, function, known)})
 
 
-def _made(name, what, views, symbols, places=SYMBOLS):
+def made(name, what, views, symbols, places=SYMBOLS):
     """The native expression of a text, a function or an Expression; errors name the argument."""
     try:
         if isinstance(what, Expression):
@@ -327,7 +329,8 @@ def expression(what, *, tensors=None):
     k < 4 || -128 < delta
     """
     views = _views(tensors)
-    return Expression(_made("expression", what, views, _symbols(views)))
+    expr = made("expression", what, views, symbols_of(views))
+    return Expression(expr, expr.text())
 
 
 def of_call(given, stream=0):
@@ -337,9 +340,9 @@ def of_call(given, stream=0):
     if not mods and tensors is None:
         return {}, {}
     views = _views(tensors, stream)
-    symbols = _symbols(views)
+    symbols = symbols_of(views)
     places = {"score_mod": SYMBOLS, "mask_mod": SYMBOLS[1:]}
-    options = {name: _made(name, what, views, symbols, places[name]) for name, what in mods.items()}
+    options = {name: made(name, what, views, symbols, places[name]) for name, what in mods.items()}
     return options, {"tensors": views}
 
 

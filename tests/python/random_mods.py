@@ -98,7 +98,8 @@ def places(batch, hq, hk, sq, sk, arange):
     """The places of every score, broadcast over (batch, hq, sq, sk)."""
     b, h = arange(batch)[:, None, None, None], arange(hq)[:, None, None]
     q, k = arange(sq)[:, None], arange(sk)
-    return dict(b=b, h=h, hk=h // (hq // hk), q=q, k=k, sq=sq, sk=sk, q0=0, delta=k - q - (sk - sq))
+    sizes = {name: arange(n + 1)[-1] for name, n in (("sq", sq), ("sk", sk), ("q0", 0))}
+    return dict(b=b, h=h, hk=h // (hq // hk), q=q, k=k, **sizes, delta=k - q - (sk - sq))
 
 
 def function(source, names, functions):

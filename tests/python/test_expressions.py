@@ -17,7 +17,7 @@ from fulgur._expressions import FUNCTIONS
 BATCH, HQ, HK, SQ, SK, DIM = 2, 4, 2, 45, 70, 16
 FULGURS = {name: getattr(fulgur, name) for name in FUNCTIONS}
 NUMPYS = {
-    "bit": lambda x, i: (x >> i) & 1 == 1, "clip": np.clip, "cos": np.cos, "erf": np.vectorize(math.erf),
+    "bit": lambda x, i: ((x >> i) & 1) == 1, "clip": np.clip, "cos": np.cos, "erf": np.vectorize(math.erf),
     "exp": np.exp, "exp2": np.exp2, "floor": np.floor, "log": np.log, "maximum": np.maximum, "minimum": np.minimum,
     "rsqrt": lambda x: 1 / np.sqrt(x), "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "sin": np.sin, "sqrt": np.sqrt,
     "tanh": np.tanh, "where": np.where,
@@ -238,7 +238,7 @@ def test_language_of_python():
     assert text(lambda score: 2**score + score**0.5) == "pow(2.0, score) + pow(score, 0.5)"
     assert text(lambda q, t: t[q][-1] + t[-3, q].astype(float).astype(int)) == "t[q, 3] + to_int(to_float(t[0, q]))"
     assert text(lambda q, k: np.minimum(q, k) + np.clip(k, 0, 9)) == "min(q, k) + min(max(k, 0), 9)"
-    assert text(lambda q, /, k, *_, **__: 1.5 - abs(q - k) / 2) == "1.5 - to_float(abs(q - k)) / 2.0"
+    assert text(lambda q, k, *_, **__: 1.5 - abs(q - k) / 2) == "1.5 - to_float(abs(q - k)) / 2.0"
     assert text(lambda: True) == "true"
     made = fulgur.expression("k < q")
     assert made.type == "bool" and repr(made) == "Expression('k < q')"
@@ -257,8 +257,9 @@ def test_language_of_python():
         (lambda q: range(q), TypeError, "mask_mod: is no number"),
         (lambda q: list(q), TypeError, "mask_mod: has no elements"),
         (lambda q: np.cumsum(q), TypeError, "mask_mod: np.cumsum is no function of expressions, want one of absolute"),
-        (lambda x: x < 3, TypeError, "mask_mod: got a function of 'x', want parameters of b, h, hk, q, k, .*delta, t"),
-        (lambda score: score < 3, TypeError, "mask_mod: got a function of 'score'"),
+        (lambda x: x < 3, TypeError, "mask_mod: got a function of x, want parameters of b, h, hk, q, k, .*delta, t"),
+        (lambda score: score < 3, TypeError, "mask_mod: got a function of score"),
+        (lambda q, /: q < 3, TypeError, "mask_mod: got a function of q"),
         (lambda: "q", TypeError, "mask_mod: got str for an operand"),
         (lambda q: q // q, ValueError, "mask_mod: floor_div: want a divisor that is a literal of at least 1"),
         (lambda q: q & 2.0, ValueError, "mask_mod: &: got float, want bools or integers"),

@@ -27,6 +27,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -49,7 +52,7 @@ def attention(
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v, bias and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
+    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
     apart; with a cache, q alone is cast, to the dtype of the cache.
 
     Args:
@@ -74,6 +77,14 @@ def attention(
             of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
             capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
             2309.17453).
+        score_mod: what becomes of each score, after softcap and ALiBi and before the bias: a text, as
+            in docs/expressions.md, a function, or an :class:`Expression`. Parameters of a function are
+            named after what it needs: of score, b (sequence), h (q head), hk (kv head), q, k (query and
+            key of the sequence), sq, sk (its lengths), q0 (its first packed query), delta (k - q - (sk
+            - sq)), and of the tensors. On the CPU.
+        mask_mod: likewise whether a query sees a key, of those that the other masks show; not of score.
+        tensors: arrays that score_mod and mask_mod index, by name: float32, bfloat16, float16, float64,
+            int32, int64 or bool, of 1 to 4 dimensions, any strides.
         dropout_p: 0 <= p < 1; the random numbers come from PyTorch's generator of q's device.
         cu_seqlens_q, cu_seqlens_k: int32 ``(batch + 1,)``: sequence b is the packed rows
             ``cu_seqlens[b]`` to ``cu_seqlens[b + 1] - 1``, rows around these are padding. Both or none,
@@ -130,6 +141,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
@@ -164,6 +178,9 @@ def attention(
     alibi_slopes: Tensor | None = None,
     bias: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: _Expression | None = None,
+    mask_mod: _Expression | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
     dropout_p: float = 0.0,
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,

@@ -5,6 +5,7 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 
 from fulgur.torch import _direct as direct
+from fulgur.torch import _expressions as expressions
 from fulgur.torch import _operators
 from fulgur.torch._tensors import whole_rows
 from fulgur.torch._vmap import HEADS_OF_GRADIENTS, batched
@@ -17,6 +18,8 @@ from fulgur.torch._vmap import HEADS_OF_GRADIENTS, batched
 def _forward(q, k, v, options, tensors):
     numbers, names = options
     given = dict(zip(names, tensors))
+    if "score_mod" in numbers:
+        return expressions.forward(q, k, v, given | numbers)
     results = None if is_dynamo_compiling() else direct.forward(q, k, v, given, numbers)
     return _operators.forward(q, k, v, **given, **numbers) if results is None else results
 
@@ -39,12 +42,21 @@ def _gradients(ctx, dout, dlse):
         given["dlse"] = whole_rows("dlse", dlse)
     if "bias" in given and ctx.needs_input_grad[4 + names.index("bias")]:
         numbers = numbers | {"with_dbias": True}
+    wanted = ()
+    if "score_mod" in numbers:
+        needed = zip(names, ctx.needs_input_grad[4:])
+        wanted = tuple(x for x, needs in needed if needs and x.startswith(expressions.PREFIX))
     if torch.is_grad_enabled() or forward_ad._current_level >= 0:
         rows = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse} | given
-        dq, dk, dv, dsinks, dbias = _Gradients.apply(numbers, tuple(rows), *rows.values())
+        results = _Gradients.apply(numbers, tuple(rows), wanted, *rows.values())
+    elif "score_mod" in numbers:
+        rows = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+        results = expressions.backward(rows | given | numbers, wanted)
     else:
-        dq, dk, dv, dsinks, dbias = _operators.backward(dout, q, k, v, out, lse, **given, **numbers)
+        results = _operators.backward(dout, q, k, v, out, lse, **given, **numbers)
+    dq, dk, dv, dsinks, dbias, *dtensors = results
     of_tensors = {"sinks": dsinks, "bias": dbias if numbers.get("with_dbias") else None}
+    of_tensors |= dict(zip(wanted, dtensors))
     return dq, dk, dv, None, *[of_tensors.get(name) for name in names]
 
 
@@ -52,8 +64,9 @@ class _Gradients(torch.autograd.Function):
     """The gradients under ``create_graph=True``: a derivative of them raises, and is never 0."""
 
     @staticmethod
-    def forward(numbers, names, *tensors):
-        return _operators.backward(**dict(zip(names, tensors)), **numbers)
+    def forward(numbers, names, wanted, *tensors):
+        given = dict(zip(names, tensors)) | numbers
+        return expressions.backward(given, wanted) if "score_mod" in numbers else _operators.backward(**given)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -64,8 +77,10 @@ class _Gradients(torch.autograd.Function):
         raise NotImplementedError("fulgur.torch: attention has a first derivative only")
 
     @staticmethod
-    def vmap(info, in_dims, numbers, names, *tensors):
-        given, mapped = dict(zip(names, tensors)) | numbers, dict(zip(names, in_dims[2:]))
+    def vmap(info, in_dims, numbers, names, wanted, *tensors):
+        if "score_mod" in numbers:
+            raise NotImplementedError("score_mod, mask_mod: a gradient of gradients under vmap")
+        given, mapped = dict(zip(names, tensors)) | numbers, dict(zip(names, in_dims[3:]))
         return batched(_operators.backward, HEADS_OF_GRADIENTS, info.batch_size, given, mapped)
 
 

@@ -10,6 +10,7 @@ import fulgur
 from fulgur import _fulgur
 from fulgur._spec import OPTIONAL, WITHOUT_GRADIENT, check, described
 from fulgur.torch import _direct as direct
+from fulgur.torch import _expressions as expressions
 from fulgur.torch import _operators
 from fulgur.torch._autograd import Attention, FunctionalAttention
 from fulgur.torch._random import random_numbers
@@ -44,7 +45,7 @@ def attention(q, k, v, **given):
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v, bias and sinks; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
+    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
     apart; with a cache, q alone is cast, to the dtype of the cache.
 
     Args:
@@ -64,9 +65,12 @@ def attention(q, k, v, **given):
             return results
     numbers, tensors, cache, return_lse = _arguments(given)
     sinks, bias = tensors.get("sinks"), tensors.get("bias")
+    mods = expressions.tensors_of(given)
+    if given.get("score_mod") is not None or given.get("mask_mod") is not None or mods:
+        numbers |= expressions.texts(given, mods)
     cached = not _OF_CACHES.isdisjoint(cache)
     if cache:
-        want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks, bias=bias)
+        want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks, bias=bias, **mods)
     if autocasts(q):
         dtype = k.dtype if cached else torch.get_autocast_dtype(q.device.type)
         q = q.to(dtype)
@@ -77,15 +81,19 @@ def attention(q, k, v, **given):
         tensors["rng_state"] = random_numbers(q)
     if not cached:
         k, v = whole_rows("k", k), whole_rows("v", v)
+    tensors |= {expressions.PREFIX + name: x for name, x in mods.items()}
     functional, dynamo = torch._C._are_functorch_transforms_active(), is_dynamo_compiling()
     # What vmap maps may require grad outside of it, and does not say so inside. In a graph the operator's rule
     # under vmap refuses it: PyTorch 2.11 does not trace the Function there.
     mapped = functional and not dynamo and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
-    if cache:
+    if cache and "score_mod" in numbers:
+        out, lse = expressions.forward(q, k, v, tensors | numbers | cache)
+    elif cache:
         out, lse = _operators.forward_cached(q, k, v, **tensors, **numbers, **cache)
     elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad
         or getattr(sinks, "requires_grad", False) or getattr(bias, "requires_grad", False)
+        or any([x.requires_grad for x in mods.values()])
     ):  # fmt: skip
         if getattr(sinks, "requires_grad", False) and sinks.device != q.device:
             raise ValueError(
@@ -98,6 +106,8 @@ def attention(q, k, v, **given):
         if dynamo:
             inputs = _apart(inputs)
         out, lse = function.apply(*inputs[:3], (numbers, tuple(tensors)), *inputs[3:])
+    elif "score_mod" in numbers:
+        out, lse = expressions.forward(q, k, v, tensors | numbers)
     else:
         out, lse = _operators.forward(q, k, v, **tensors, **numbers)
     return (out, lse) if return_lse else out

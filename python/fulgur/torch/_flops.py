@@ -4,7 +4,8 @@ import torch
 from torch._subclasses.fake_tensor import is_fake
 from torch.utils.flop_counter import register_flop_formula
 
-from fulgur.torch._operators import append_forward, backward, by_name
+from fulgur.torch import _expressions  # noqa: F401  which defines operators
+from fulgur.torch._operators import append_forward, by_name
 
 
 def _triangle(n):
@@ -69,7 +70,7 @@ def _forward_flops(op):
     return flops
 
 
-for _packet in (torch.ops.fulgur.forward, torch.ops.fulgur.forward_cached):
+for _packet in (torch.ops.fulgur.forward, torch.ops.fulgur.forward_cached, torch.ops.fulgur.expression_forward):
     register_flop_formula(_packet, get_raw=True)(_forward_flops(_packet.default))
 
 
@@ -82,7 +83,13 @@ def _append_forward_flops(*args, out_val, **options):
     return _visible_scores(**given) * 2 * (given["q"].shape[-1] + given["v_cache"].shape[-1])
 
 
-@register_flop_formula(torch.ops.fulgur.backward, get_raw=True)
-def _backward_flops(*args, out_val, **options):
-    given = by_name(backward, args) | options
-    return _visible_scores(**given) * (6 * given["q"].shape[-1] + 4 * given["v"].shape[-1])
+def _backward_flops(op):
+    def flops(*args, out_val, **options):
+        given = by_name(op, args) | options
+        return _visible_scores(**given) * (6 * given["q"].shape[-1] + 4 * given["v"].shape[-1])
+
+    return flops
+
+
+for _packet in (torch.ops.fulgur.backward, torch.ops.fulgur.expression_backward):
+    register_flop_formula(_packet, get_raw=True)(_backward_flops(_packet.default))

@@ -37,12 +37,12 @@ def by_name(op, arguments):
 _ON_DEVICE_OF_FIRST = {"k", "v", "k_cache", "v_cache", "k_new", "v_new"}
 
 
-def _fake(op):
+def fake(op):
     """Registers `results`, those of an operator without memory, of its arguments by name."""
 
     def register(results):
         @torch.library.register_fake(op._name, lib=library)
-        def fake(*args):
+        def compute(*args):
             given = by_name(op, args)
             tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor)}
             first, device = next((name, x.device) for name, x in tensors.items())
@@ -67,47 +67,47 @@ def empty_lse(q):
     return q.new_empty((*batch, heads, rows), dtype=dtype)
 
 
-@_fake(forward)
-@_fake(forward_cached)
+@fake(forward)
+@fake(forward_cached)
 def _fake_forward(q, v, **_):
     return empty_out(q, v), empty_lse(q)
 
 
-@_fake(append_forward)
+@fake(append_forward)
 def _fake_append_forward(q, v_cache, **_):
     return _fake_forward(q, v_cache)
 
 
-@_fake(backward)
-def _fake_backward(q, k, v, sinks=None, bias=None, with_dbias=False, **_):
+@fake(backward)
+def empty_gradients(q, k, v, sinks=None, bias=None, with_dbias=False, **_):
     dsinks = q.new_empty((0,)) if sinks is None else q.new_empty(sinks.shape, dtype=sinks.dtype)
     dbias = bias.new_empty(bias.shape) if with_dbias else q.new_empty((0,))
     return *(x.new_empty(x.shape) for x in (q, k, v)), dsinks, dbias
 
 
-@_fake(forward_into)
-@_fake(backward_into)
-@_fake(append)
+@fake(forward_into)
+@fake(backward_into)
+@fake(append)
 def _fake_into(**_):
     pass
 
 
-def _refuse(op):
+def refuse(op):
     """Registers the error about tensors without rows: PyTorch's own does not say which argument is one."""
 
-    def refuse(*args):
+    def want_rows(*args):
         for name, x in by_name(op, args).items():
             if isinstance(x, torch.Tensor):
                 want_dense(name, x)
 
     for key in ("AutogradNestedTensor", "MkldnnCPU"):
-        library.impl(op, refuse, key)
+        library.impl(op, want_rows, key)
     for kind in ("Sparse", "SparseCsr", "Quantized"):
         for device in ("CPU", "CUDA"):
-            library.impl(op, refuse, f"{kind}{device}")
+            library.impl(op, want_rows, f"{kind}{device}")
 
 
 for _op in (
     forward, forward_into, forward_cached, backward, backward_into, append, append_forward,
 ):  # fmt: skip
-    _refuse(_op)
+    refuse(_op)
