@@ -81,8 +81,8 @@ class _AnyPlan:
     def workspace(self) -> WorkspaceNeed: ...
 ''',
     "torch": '''\
-from collections.abc import Mapping
-from typing import Literal, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -123,7 +123,19 @@ def install_as(
     name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],
 ) -> Callable[[], None]: ...
 ''',
-    "torch": "",
+    "torch": '''\
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[[Any, Any, Any, Any, Any], Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Any: ...
+''',
     "jax": '''\
 def dot_product_attention(
     query: ArrayLike,

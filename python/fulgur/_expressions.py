@@ -30,14 +30,14 @@ def _literal(x):
                     "that the call is given by name (tensors=)")  # fmt: skip
 
 
-def _native(x):
+def native(x):
     return x._expr if isinstance(x, Expression) else _literal(x)
 
 
 def apply(operation, *operands):
     """An operation of the language on expressions and numbers."""
     kind = next((type(x) for x in operands if isinstance(x, Expression)), Expression)
-    return kind(_fulgur.Expr.apply(operation, [_native(x) for x in operands]))
+    return kind.applied(operation, operands)
 
 
 def _binary(operation):
@@ -64,6 +64,10 @@ class Expression:
 
     def __init__(self, expr, text=None):
         self._expr, self.text = expr, text  # text: as str() gives it, of what is made for many calls
+
+    @classmethod
+    def applied(cls, operation, operands):
+        return cls(_fulgur.Expr.apply(operation, [native(x) for x in operands]))
 
     @property
     def type(self):
@@ -230,7 +234,7 @@ class TensorName:
             indices.append(self._index(one, len(indices)))
         if len(indices) < len(self.shape):
             return type(self)(self.name, self.shape, self._symbol, tuple(indices), self._kind)
-        return self._kind(self._symbol.at([_native(x) for x in indices]))
+        return self._kind(self._symbol.at([native(x) for x in indices]))
 
     def _index(self, index, dimension):
         if isinstance(index, Expression):
@@ -285,7 +289,7 @@ def made(name, what, views, symbols, places=SYMBOLS):
         if isinstance(what, str):
             return _fulgur.parse_expression(what, list(symbols.values()))
         if callable(what):
-            return _native(_call(name, what, views, symbols, places))
+            return native(_call(name, what, views, symbols, places))
     except (TypeError, ValueError) as error:
         (said, *_) = error.args or ("",)
         if str(said).startswith("expression: "):

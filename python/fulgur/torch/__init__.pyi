@@ -1,5 +1,5 @@
-from collections.abc import Mapping
-from typing import Literal, overload
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, overload
 
 from torch import Tensor
 
@@ -9,6 +9,7 @@ __all__ = [
     "append",
     "append_attention",
     "attention",
+    "flex_attention",
     "scores",
 ]
 
@@ -52,8 +53,9 @@ def attention(
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
-    apart; with a cache, q alone is cast, to the dtype of the cache.
+    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q,
+    k and v are cast to its dtype, float64 apart; with a cache, q alone is cast, to the dtype of the
+    cache.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512.
@@ -449,3 +451,14 @@ def scores(
         NotImplementedError: a derivative is wanted.
         fulgur.Error: the tensors are of float64 on a GPU.
     """
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[[Any, Any, Any, Any, Any], Any] | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+) -> Any: ...

@@ -45,8 +45,9 @@ def attention(q, k, v, **given):
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q, k and v are cast to its dtype, float64
-    apart; with a cache, q alone is cast, to the dtype of the cache.
+    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q,
+    k and v are cast to its dtype, float64 apart; with a cache, q alone is cast, to the dtype of the
+    cache.
 
     Args:
         {arguments}

@@ -1,0 +1,194 @@
+"""fulgur.torch.flex_attention beside PyTorch's, and its gradients beside autograd's of the formula."""
+
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.nn.attention import flex_attention as upstream  # noqa: E402
+
+from fulgur.torch import flex_attention  # noqa: E402
+
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile", "ignore:return_lse is deprecated"),
+]
+
+B, H, S, D = 2, 4, 90, 16
+DOC = torch.arange(S) // 30
+SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.01])
+LENGTHS = torch.tensor([70, 90])
+LEARNED = {
+    "table": torch.randn(H, 2 * S), "pair": torch.randn(B, H, S, S), "tau": torch.tensor(1.3), "cap": torch.rand(H) + 4,
+}  # fmt: skip
+table, pair, tau, cap = (x.requires_grad_() for x in LEARNED.values())
+
+SCORES = {
+    "alibi": lambda s, b, h, q, k: s + (k - q) * SLOPES[h],
+    "relative": lambda s, b, h, q, k: s + table[h, q - k + S],
+    "from the end": lambda s, b, h, q, k: s + table[h, q - k] * table[-1][k],
+    "one index after another": lambda s, b, h, q, k: s + pair[b][h][q][k],
+    "soft caps": lambda s, b, h, q, k: cap[h] * torch.tanh(s / cap[h]),
+    "causal": lambda s, b, h, q, k: torch.where(q >= k, s, -float("inf")),
+    "temperature": lambda s, b, h, q, k: tau * s / torch.exp(tau),
+    "made inside": lambda s, b, h, q, k: s + (table[:, :S] * 2)[h, k] + torch.ones(()) * k.float().log1p(),
+    "lengths": lambda s, b, h, q, k: torch.where(k < LENGTHS[b], s, -torch.inf),
+    "waves": lambda s, b, h, q, k: s + torch.sin(k * 0.1) * torch.cos(torch.abs(q - k).float()),
+    "methods": lambda s, b, h, q, k: (s.abs() + 1).log().clamp(max=1.5) + (q - k).abs().float().sqrt() - h.to(s.dtype),
+    "filled": lambda s, b, h, q, k: s.masked_fill((q - k).abs() > 10, float("-inf")),
+    "functions": lambda s, b, h, q, k: torch.relu(s) + torch.nn.functional.silu(s) * torch.rsqrt(1 + s**2) - s**3 / 9,
+    "integers": lambda s, b, h, q, k: s + ((q // 4) % 3 == (k % 3)) * 0.5 + torch.div(k, 7, rounding_mode="floor") / 9,
+    "nothing of it": lambda s, b, h, q, k: torch.zeros_like(s),
+}  # fmt: skip
+MASKS = {
+    "none": None,
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (DOC[q] == DOC[k]) & (h != 5),
+    "and": upstream.and_masks(lambda b, h, q, k: q >= k, lambda b, h, q, k: (q - k) <= 30),
+    "or": upstream.or_masks(lambda b, h, q, k: k < 4, lambda b, h, q, k: torch.logical_and(q >= k, q - k < 30)),
+    "lengths": lambda b, h, q, k: k < LENGTHS[b],
+    "nothing": upstream.noop_mask,
+}
+# Each score with a mask, each mask with a score.
+PAIRS = [(score, list(MASKS)[n % len(MASKS)]) for n, score in enumerate(SCORES)]
+
+
+def block_mask(name, sq=S, sk=S):
+    mask = MASKS[name]
+    return mask and upstream.create_block_mask(mask, B, H, sq, sk, device="cpu", BLOCK_SIZE=16)
+
+
+def qkv(heads=H, grad=True, sq=S, sk=S):
+    shapes = (B, H, sq, D), (B, heads, sk, D), (B, heads, sk, D)
+    return tuple(torch.randn(shape, requires_grad=grad) for shape in shapes)
+
+
+def at_every_place(function, *scores):
+    """What a function makes of all places, by PyTorch's vmap, as its flex_attention computes it."""
+    for place in (3, 2, 1, 0):
+        places = [None] * 4
+        places[place] = 0
+        function = torch.vmap(function, in_dims=(*(0 for _ in scores), *places))
+    return function(*scores, *map(torch.arange, (B, H, S, S)))
+
+
+def expected(q, k, v, score_mod, mask_mod):
+    scores = at_every_place(score_mod, q @ k.mT / math.sqrt(D))
+    if mask_mod is not None:
+        scores = scores.masked_fill(~at_every_place(mask_mod), -torch.inf)
+    lse = scores.logsumexp(-1)
+    return torch.exp(scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]) @ v, lse
+
+
+@pytest.mark.parametrize("score, mask", PAIRS)
+def test_results_and_gradients(score, mask, one_thread):
+    inputs = (*qkv(), *LEARNED.values())
+    q, k, v = inputs[:3]
+    out, lse = flex_attention(q, k, v, SCORES[score], block_mask(mask), return_lse=True)
+    want, want_lse = expected(q, k, v, SCORES[score], MASKS[mask])
+    torch.testing.assert_close(out, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-4)
+    dout = torch.randn_like(out)
+    gradients = zip(*(torch.autograd.grad(x, inputs, dout, allow_unused=True) for x in (out, want)))
+    for got, exact in gradients:
+        got = torch.zeros(()) if got is None else got
+        exact = torch.zeros_like(got) if exact is None else exact
+        torch.testing.assert_close(got, exact, rtol=2e-3, atol=2e-4 * max(1, exact.abs().max().item()))
+
+
+@pytest.mark.parametrize("score, mask", PAIRS[::3])
+def test_as_upstream(score, mask, one_thread):
+    q, k, v = (x.to(torch.float64) for x in qkv(grad=False))
+    with torch.no_grad():
+        want = upstream.flex_attention(q, k, v, SCORES[score], block_mask(mask))
+        got = flex_attention(q, k, v, SCORES[score], block_mask(mask))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_other_arguments(one_thread):
+    q, k, v = qkv(heads=2, grad=False)
+    want, want_lse = upstream.flex_attention(
+        q, k, v, SCORES["alibi"], block_mask("causal"), scale=0.3, enable_gqa=True, return_lse=True
+    )
+    got, lse = flex_attention(
+        q, k, v, score_mod=SCORES["alibi"], block_mask=block_mask("causal"), scale=0.3, enable_gqa=True,
+        return_lse=True, kernel_options={"BLOCK_M": 64},
+    )  # fmt: skip
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5)
+    one = [x[:1] for x in qkv(grad=False)[1:]]
+    torch.testing.assert_close(flex_attention(q, *one), flex_attention(q, *(x.expand(B, -1, -1, -1) for x in one)))
+    q, k, v = qkv(grad=False, sq=33, sk=70)
+    mask = block_mask("causal", 33, 70)
+    want = upstream.flex_attention(q, k, v, block_mask=mask)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), want)
+
+
+def test_lists_of_blocks(one_thread):
+    """A block mask of lists alone shows their blocks, whole."""
+    counts = torch.tensor([[[1, 2, 0, 3]]], dtype=torch.int32)
+    lists = torch.tensor([[[[2, 0, 0, 0], [0, 3, 0, 0], [0, 0, 0, 0], [1, 2, 3, 0]]]], dtype=torch.int32)
+    mask = upstream.BlockMask.from_kv_blocks(counts, lists, BLOCK_SIZE=16)
+    q, k, v = qkv(grad=False, sq=64, sk=64)
+    shown = torch.zeros(4, 4, dtype=torch.bool)
+    for row, keys in enumerate([[2], [0, 3], [], [1, 2, 3]]):
+        shown[row, keys] = True
+    shown = shown.repeat_interleave(16, 0).repeat_interleave(16, 1)
+    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown)
+    want[:, :, 32:48] = 0  # queries that see nothing
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), want, rtol=1e-4, atol=1e-5)
+
+
+def test_captured_tensors_of_other_dtypes(one_thread):
+    q, k, v = qkv(grad=False)
+    for dtype in (torch.uint8, torch.int16, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float64):
+        values = (torch.arange(S) % 2).to(dtype)
+        got = flex_attention(q, k, v, lambda s, b, h, q, k: s + values[k])
+        want = flex_attention(q, k, v, lambda s, b, h, q, k: s + k % 2)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_graph_is_left(one_thread):
+    q, k, v = qkv()
+    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, SCORES["relative"]) * 2, backend="aot_eager")
+    torch.testing.assert_close(compiled(q, k, v), flex_attention(q, k, v, SCORES["relative"]) * 2)
+
+
+def with_branch(s, b, h, q, k):
+    return s if q > k else s + 1
+
+
+@pytest.mark.parametrize(
+    "change, error, words",
+    [
+        (dict(score_mod=with_branch), TypeError, "score_mod: has no value .* want torch.where"),
+        (dict(score_mod=lambda s, b, h, q, k: s + math.exp(k)), TypeError, "score_mod: has no value"),
+        (dict(score_mod=lambda s, b, h, q, k: s + k.item()), TypeError, "score_mod: has no value"),
+        (dict(score_mod=lambda s, b, h, q, k: torch.cumsum(s, 0)), TypeError,
+         "score_mod: has no torch.cumsum, want one of"),
+        (dict(score_mod=lambda s, b, h, q, k: s + SLOPES), TypeError,
+         r"score_mod: got a tensor of shape \(4,\) for an operand, want one of its elements, as tensor\[h, q_idx\]"),
+        (dict(score_mod=lambda s, b, h, q, k: s + DOC[q, k]), IndexError,
+         "score_mod: captured0: got more indices than 1"),
+        (dict(score_mod=lambda s, b, h, q, k: s + DOC[s]), TypeError, "score_mod: got floats for an index"),
+        (dict(score_mod=lambda s, b, h, q, k: s + torch.zeros(3, dtype=torch.complex64)[k]), TypeError,
+         "score_mod: got a tensor of torch.complex64 to index"),
+        (dict(score_mod=lambda s, b, h, q, k: q // k), ValueError,
+         "score_mod: floor_div: want a divisor that is a literal"),
+        (dict(score_mod=lambda s, b, h, q, k: "s"), TypeError, "score_mod: got str for an operand"),
+        (dict(score_mod=lambda s, b, h, q, k: q > k), ValueError, "score_mod: got a bool, want a number"),
+        (dict(score_mod=lambda s, b, h, q, k: sum((torch.rand(S)[k] for _ in range(9)), s)), ValueError,
+         "got 9 tensors, want at most 8"),
+        (dict(block_mask=lambda b, h, q, k: q > k), TypeError, "block_mask: got function, want a BlockMask"),
+        (dict(block_mask=block_mask("causal", 16, 16)), ValueError,
+         "block_mask: got one of 16 queries and 16 keys, want 90"),
+        (dict(key=torch.rand(B, 2, S, D)), ValueError, "key: got 2 heads, want 4 as query, or enable_gqa=True"),
+        (dict(query=torch.rand(H, S, D)), ValueError, "query: got 3 dimensions, want a tensor"),
+        (dict(value=3), ValueError, "value: got int"),
+    ],
+)  # fmt: skip
+def test_errors(change, error, words):
+    given = dict(zip(("query", "key", "value"), qkv(grad=False)))
+    with pytest.raises(error, match=words):
+        flex_attention(**given | change)
