@@ -2,9 +2,11 @@
 // them down a hundredfold.
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <functional>
 #include <limits>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -330,6 +332,39 @@ TEST_F(Sanitize, DimsThatDiffer) {
   EXPECT_TRUE(both_right(
       {.dtype = kBf16, .sq = 150, .sk = 150, .hq = 2, .d = 192, .dv = 128, .mask = causal()}));
 }
+TEST_F(Sanitize, Codes) {  // of e4m3 in q, k and v
+  for (const int64_t d : {64, 128, 256}) {
+    for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+      Case c{.dtype = kBf16, .batch = 2, .sq = 150, .sk = 200, .hq = 2, .d = d, .dv = d};
+      c.mask = layout == Layout::kPacked ? causal() : full();
+      c.layout = layout;
+      c.seqused = true;
+      Workload w(c, 1);
+      ForwardTensors call = w.forward;
+      std::deque<Storage> codes;
+      for (Tensor ForwardTensors::*of :
+           {&ForwardTensors::q, &ForwardTensors::k, &ForwardTensors::v}) {
+        const Tensor& numbers = w.forward.*of;
+        const auto rank = static_cast<size_t>(numbers.rank);
+        Storage& storage = codes.emplace_back(DType::kE4M3, numbers.numel());
+        call.*of = storage.view(0, std::span(numbers.shape).first(rank),
+                                std::span(numbers.strides).first(rank));
+        std::vector<double> x = read(numbers);
+        for (double& one : x) one = rounded(one, DType::kE4M3);
+        write(call.*of, x);
+        write(numbers, x);
+      }
+      w.seal();
+      const Expected e = expect_forward(w);
+      w.options.engine = "cuda";
+      compute(call, w.options);
+      const double most = 0x1p-9 * e.unit.out;  // products of e4m3 are added with 13 bits
+      EXPECT_TRUE(within("out", w.forward.out, e.reference.out, e.naive.out, 2, most));
+      EXPECT_TRUE(w.check_memory());
+    }
+  }
+}
+
 TEST_F(Sanitize, PoisonInHiddenKeys) {
   Workload w({.dtype = kBf16, .sq = 100, .sk = 100, .mask = causal()}, 1);
   w.options.engine = "cuda";
