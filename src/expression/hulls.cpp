@@ -95,10 +95,12 @@ MaskHulls::MaskHulls(const StagedGraph& graph, std::span<const ConstTensor> tens
     uniform_.push_back(hull_of(nodes[n].type(), std::span(&bits, 1)));
   }
   const size_t count = graph.columns.size();
-  std::vector<int32_t> keys(count * static_cast<size_t>(Bc));
+  tile_words_ = static_cast<int64_t>(count) * Bc;
+  keys_.resize(static_cast<size_t>((place.sk + Bc - 1) / Bc * tile_words_));
   Place at = place;
   for (int64_t begin = 0; begin < place.sk; begin += Bc) {
     const int64_t n = std::min(Bc, place.sk - begin);
+    int32_t* const keys = keys_.data() + begin / Bc * tile_words_;
     for (int64_t j = 0; j < n; ++j) {
       at.k = begin + j;
       graph.evaluate(graph.columns, tensors, at, values);
@@ -112,12 +114,17 @@ MaskHulls::MaskHulls(const StagedGraph& graph, std::span<const ConstTensor> tens
   }
 }
 
-Tile MaskHulls::tile(std::span<const Hull> rows, int64_t tile, std::vector<Hull>& nodes) const {
-  const std::vector<Node>& all = graph_.call.graph.nodes;
-  nodes.resize(all.size());
-  const size_t count = graph_.columns.size();
+void MaskHulls::begin(std::span<const Hull> rows, std::vector<Hull>* to) const {
+  std::vector<Hull>& nodes = *to;
+  nodes.resize(graph_.call.graph.nodes.size());
   for (size_t i = 0; i < uniform_.size(); ++i) nodes[graph_.uniform[i]] = uniform_[i];
   for (size_t i = 0; i < rows.size(); ++i) nodes[graph_.rows[i]] = rows[i];
+}
+
+Tile MaskHulls::tile(int64_t tile, std::vector<Hull>* of) const {
+  const std::vector<Node>& all = graph_.call.graph.nodes;
+  std::vector<Hull>& nodes = *of;
+  const size_t count = graph_.columns.size();
   for (size_t i = 0; i < count; ++i) nodes[graph_.columns[i]] = columns_[tile * count + i];
   for (const int n : graph_.mask_nodes) nodes[n] = mixed(all[n], nodes);
   const Hull& mask = nodes[graph_.call.mask];
@@ -247,10 +254,11 @@ void hide(const StagedGraph& graph, std::span<const ConstTensor> tensors, const 
     for (size_t x = 0; x < count; ++x) {
       of_rows[x] = hull_of(nodes[graph.rows[x]].type(), std::span(&rows[x * map->Br], n));
     }
+    hulls.begin(of_rows, &memory);
     for (int64_t c = 0; c < map->cols; ++c) {
       Tile& tile = map->tiles[r * map->cols + c];
       if (tile == Tile::kEmpty) continue;
-      const Tile is = hulls.tile(of_rows, c, memory);
+      const Tile is = hulls.tile(c, &memory);
       if (is != Tile::kFull) tile = is;
     }
   }

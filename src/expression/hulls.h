@@ -33,10 +33,13 @@ class MaskHulls {
   MaskHulls(const StagedGraph& graph, std::span<const ConstTensor> tensors, const Place& place,
             int64_t Bc);
 
-  /// Of all rows' nodes, [rows.size()], one after the other in the order of StagedGraph::rows, the
-  /// hulls; what the mask is in a tile of these rows and of keys from tile * Bc on. `nodes` is
-  /// memory.
-  Tile tile(std::span<const Hull> rows, int64_t tile, std::vector<Hull>& nodes) const;
+  /// Begins `nodes`, the hulls of all nodes, for rows whose nodes, in the order of
+  /// StagedGraph::rows, have these.
+  void begin(std::span<const Hull> rows, std::vector<Hull>* nodes) const;
+  /// What the mask is in a tile of these rows and of keys from tile * Bc on.
+  Tile tile(int64_t tile, std::vector<Hull>* nodes) const;
+  /// The values of what keys decide in such a tile, [columns][Bc].
+  const int32_t* keys(int64_t tile) const { return keys_.data() + tile * tile_words_; }
 
  private:
   Hull mixed(const Node& node, std::span<const Hull> nodes) const;
@@ -46,6 +49,8 @@ class MaskHulls {
   std::vector<ConstTensor> tensors_;
   std::vector<Hull> uniform_;
   std::vector<Hull> columns_;  ///< [tiles][columns]
+  std::vector<int32_t> keys_;  ///< [tiles][columns][Bc]
+  int64_t tile_words_ = 0;     ///< of keys_
 };
 
 /// Makes what a mask hides of the tiles of a sequence and head, `place`, empty, and what it shows

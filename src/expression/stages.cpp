@@ -103,13 +103,34 @@ StagedGraph::StagedGraph(const CallGraph& from) : call(Copy(from).to) {
     std::ranges::copy_if(mixed, std::back_inserter(list), [&](int n) { return needed[n]; });
     return list;
   };
-  std::vector<int> of_scores = {call.score, call.by_score};
+  find_added();
+  std::vector<int> of_scores = {added >= 0 ? added : call.score, call.by_score};
   for (const auto& [gather, derivative] : call.scatters) {
     of_scores.push_back(derivative);
     for (int i = 0; i < nodes[gather].count; ++i) of_scores.push_back(nodes[gather].operands[i]);
   }
   mask_nodes = needed_by({call.mask});
   score_nodes = needed_by(of_scores);
+}
+
+void StagedGraph::find_added() {
+  if (call.score < 0) return;
+  const std::vector<Node>& nodes = call.graph.nodes;
+  std::vector<bool> by_score(nodes.size());
+  for (size_t n = 0; n < nodes.size(); ++n) {
+    by_score[n] = is_score(nodes[n]);
+    for (int i = 0; i < nodes[n].count; ++i) {
+      if (by_score[nodes[n].operands[i]]) by_score[n] = true;
+    }
+  }
+  const Node& root = nodes[call.score];
+  const auto take = [&](int score, int other) {
+    if (!is_score(nodes[score]) || by_score[other]) return;
+    added = other;
+    subtracted = root.op() == Op::kSub;
+  };
+  if (root.op() == Op::kAdd || root.op() == Op::kSub) take(root.operands[0], root.operands[1]);
+  if (root.op() == Op::kAdd && added < 0) take(root.operands[1], root.operands[0]);
 }
 
 void StagedGraph::evaluate(std::span<const int> list, std::span<const ConstTensor> tensors,

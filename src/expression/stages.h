@@ -24,13 +24,21 @@ struct StagedGraph {
   std::vector<Stage> stages;                       ///< of each node
   std::vector<int> slots;                          ///< its place among those of its stage
   std::vector<int> uniform, rows, columns, mixed;  ///< the nodes of each stage, operands first
-  /// The mixed nodes that the mask needs, and those that scores and their derivatives do.
+  /// Where the changed score is the score and what does not depend on it, added or subtracted: the
+  /// node of that; else -1.
+  int added = -1;
+  bool subtracted = false;
+  /// The mixed nodes that the mask needs, and those that scores and their derivatives do: of a sum
+  /// those of `added`.
   std::vector<int> mask_nodes, score_nodes;
 
   /// The values of the nodes of a stage at a place, among `values` of all nodes, where those of
   /// `uniform` are.
   void evaluate(std::span<const int> nodes, std::span<const ConstTensor> tensors,
                 const Place& place, std::span<double> values) const;
+
+ private:
+  void find_added();
 };
 
 /// A value as vectors have it: 32 bits of a float or an integer; of a bool all are equal.

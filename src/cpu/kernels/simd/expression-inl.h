@@ -64,28 +64,38 @@ class TaskExpressions {
       for (size_t i = 0; i < g.rows.size(); ++i) rows[i * kPanelRows + lane] = bits(g.rows[i]);
     }
     if (!masks()) return;
-    hulls_[number].clear();
+    row_hulls_.clear();
     for (size_t i = 0; i < g.rows.size(); ++i) {
-      hulls_[number].push_back(expression::hull_of(node(g.rows[i]).type(),
-                                                   std::span(rows + i * kPanelRows, panel.count)));
+      row_hulls_.push_back(expression::hull_of(node(g.rows[i]).type(),
+                                               std::span(rows + i * kPanelRows, panel.count)));
     }
+    hulls().begin(row_hulls_, &hulls_[number]);
+    for (Known& one : known_[number]) one.j = -1;
   }
 
-  /// What the mask is in a tile of the rows of a panel.
-  Tile state(int64_t number, const KeyTile& tile) {
-    return given_->hulls[task_.b].tile(hulls_[number], tile.j / kBc, node_hulls_);
-  }
   /// Leaves out tiles that the mask hides whole.
   void skip_hidden(int64_t number, KeyTiles* tiles) {
     if (!masks()) return;
-    while (!tiles->done() && state(number, tiles->tile()) == Tile::kEmpty) tiles->next();
+    for (; !tiles->done(); tiles->next()) {
+      const int64_t j = tiles->tile().j;
+      const Tile is = hulls().tile(j / kBc, &hulls_[number]);
+      if (is == Tile::kEmpty) continue;
+      known_[number][0] = known_[number][1];
+      known_[number][1] = {j, is};
+      return;
+    }
   }
 
   /// The keys of the tile of number `number`, of which kTiles are kept.
   void set_columns(int64_t j, int64_t n, int64_t number) {
     if (!given()) return;
     const expression::StagedGraph& g = given_->graph;
-    int32_t* const columns = columns_of(number);
+    if (masks()) {
+      tile_columns_[number] = hulls().keys(j / kBc);
+      return;
+    }
+    int32_t* const columns = columns_ + number * static_cast<int64_t>(g.columns.size()) * kBc;
+    tile_columns_[number] = columns;
     expression::Place at = place_;
     for (int64_t jj = 0; jj < n; ++jj) {
       at.k = j + jj;
@@ -98,7 +108,7 @@ class TaskExpressions {
   /// panel has there. Whether something is left.
   HWY_NOINLINE bool mask(const KeyTile& tile, int64_t number, int64_t columns, float* bias,
                          Panel* panel) {
-    const Tile is = state(number, tile);
+    const Tile is = state(number, tile.j);
     if (is != Tile::kPartial) return is == Tile::kFull;
     at(number, columns, *panel);
     const F32 f;
@@ -137,17 +147,20 @@ class TaskExpressions {
     at(number, columns, *panel);
     const F32 f;
     const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
-    const V32 log2e = hn::Set(f, kLog2e);
+    const expression::StagedGraph& g = given_->graph;
+    const V32 unit = hn::Set(f, g.subtracted ? -kLog2e : kLog2e);
     V32 least = hn::Zero(f);
     for (int64_t jj = 0; jj < tile.n; jj += kExpressionKeys) {
       const int64_t n = std::min(kExpressionKeys, tile.n - jj);
-      run(given_->graph.score_nodes, jj, n, S + jj * ld, ld);
-      const Operand score = operand(call().score, jj);
+      run(g.score_nodes, jj, n, S + jj * ld, ld);
+      const Operand change = operand(g.added >= 0 ? g.added : call().score, jj);
       for (int64_t key = 0; key < n; ++key) {
         for (int64_t v = 0; v < vectors_; ++v) {
-          const V32 x = hn::BitCast(f, load(score, key, v));
-          least = at_most(x, least);
-          hn::Store(hn::Mul(x, log2e), f, S + (jj + key) * ld + v * kLanes);
+          float* const to = S + (jj + key) * ld + v * kLanes;
+          const V32 x = hn::BitCast(f, load(change, key, v));
+          const V32 y = g.added >= 0 ? hn::MulAdd(x, unit, hn::Load(f, to)) : hn::Mul(x, unit);
+          least = at_most(y, least);
+          hn::Store(y, f, to);
         }
       }
       if (slope != nullptr) store_slope(jj, n, sloped, slope + jj * ld, ld);
@@ -189,8 +202,13 @@ class TaskExpressions {
   int32_t* rows_of(int64_t number) const {
     return rows_ + number * static_cast<int64_t>(given_->graph.rows.size()) * kPanelRows;
   }
-  int32_t* columns_of(int64_t number) const {
-    return columns_ + number * static_cast<int64_t>(given_->graph.columns.size()) * kBc;
+  const expression::MaskHulls& hulls() const { return given_->hulls[task_.b]; }
+  /// What the mask is in a tile of the rows of a panel, which skip_hidden() has come to lately.
+  Tile state(int64_t number, int64_t j) {
+    for (const Known& one : known_[number]) {
+      if (one.j == j) return one.is;
+    }
+    return hulls().tile(j / kBc, &hulls_[number]);
   }
   int32_t* mixed_of(int n) const {
     return mixed_ + given_->graph.slots[n] * kExpressionKeys * kPanelRows;
@@ -198,7 +216,7 @@ class TaskExpressions {
 
   void at(int64_t number, int64_t columns, const Panel& panel) {
     its_rows_ = rows_of(number);
-    its_columns_ = columns_of(columns);
+    its_columns_ = tile_columns_[columns];
     vectors_ = panel.vectors;
     width_ = panel.width();
   }
@@ -554,7 +572,14 @@ class TaskExpressions {
   int64_t vectors_ = 0, width_ = 0;
   expression::Place place_;
   std::vector<double> values_;
-  std::vector<expression::Hull> hulls_[kPanels], node_hulls_;
+  const int32_t* tile_columns_[kTiles] = {};
+  /// The tiles of each panel that skip_hidden() came to last.
+  struct Known {
+    int64_t j;
+    Tile is;
+  };
+  Known known_[kPanels][2];
+  std::vector<expression::Hull> row_hulls_, hulls_[kPanels];
 };
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE

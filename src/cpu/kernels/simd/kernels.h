@@ -24,7 +24,7 @@ struct BiasSums {
   Problem::Bias at;      ///< 16 bits: each element has one part
 };
 
-constexpr int64_t kExpressionKeys = 8;  ///< that an operation of an expression computes at a time
+constexpr int64_t kExpressionKeys = 16;  ///< that an operation of an expression computes at a time
 
 /// Where a thread keeps the values of expressions, in words of 32 bits.
 struct ExpressionLayout {
