@@ -676,8 +676,8 @@ TEST_F(Compile, EveryPortablePlanIsClean) {
 }
 
 TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
-  std::vector<Problem> all = backward_problems();
-  std::erase_if(all, [](const Problem& p) { return !portable::backward_rejects(p).empty(); });
+  const std::vector<Problem> all = backward_problems();
+  for (const Problem& problem : all) EXPECT_EQ(backward_rejects(problem), "");
   const auto tiles = [](const Problem& problem, const Card& card) {
     std::vector<std::string> rejected;
     std::vector<KernelUse> kernels;

@@ -208,6 +208,41 @@ void set_backward_tensors(BackwardParams& p, const BackwardArgs& args, const Run
   set_random_numbers(p, run);
 }
 
+BiasSums bias_sums(const Problem& p) {
+  const Problem::Bias& b = p.dbias;
+  BiasSums sums{};
+  sums.type = static_cast<kernels::Element>(b.dtype);
+  sums.batch_stride = b.batch;
+  sums.head_stride = b.head;
+  sums.row_stride = b.row;
+  sums.key_stride = b.key;
+  sums.of_batch = b.batch != 0;
+  sums.of_heads = b.head != 0;
+  sums.of_rows = b.row != 0;
+  sums.of_keys = b.key != 0;
+  sums.heads = sums.of_heads ? static_cast<int>(p.hq) : 1;
+  return sums;
+}
+
+void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, int tile_rows, BiasSums& sums) {
+  constexpr int kWorkTilesOfSm = 4;
+  sums.data = dbias.data;
+  sums.rows = static_cast<int>(dbias.shape[2]);
+  sums.keys = static_cast<int>(dbias.shape[3]);
+  sums.row_tiles = sums.of_rows ? ceil_div(sums.rows, tile_rows) : 1;
+  sums.key_tiles = std::max(ceil_div(sums.of_keys ? sums.keys : sk, kBiasGradientKeys), 1);
+  const int64_t batches = sums.of_batch ? dbias.shape[0] : 1;
+  const int64_t blocks = batches * sums.heads * sums.row_tiles;
+  int64_t chunks = sums.key_tiles;
+  if (!sums.of_keys)
+    chunks = 1;
+  else if (sums.of_batch && sums.of_heads && sums.of_rows)
+    chunks = std::clamp<int64_t>(kWorkTilesOfSm * sms / std::max<int64_t>(blocks, 1), 1, chunks);
+  sums.chunk_tiles = ceil_div(sums.key_tiles, static_cast<int>(chunks));
+  sums.key_chunks = ceil_div(sums.key_tiles, sums.chunk_tiles);
+  sums.work_tiles = dbias.numel() == 0 ? 0 : blocks * sums.key_chunks;
+}
+
 RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBackwardPlan& plan,
                        bool rounds, Gpu& gpu)
     : row_chunks_(std::max(ceil_div(p.sq, kPanelColumns), 1)),

@@ -85,6 +85,14 @@ BackwardParams backward_params(const Problem& problem, const AnyBackwardKey& key
 /// The addresses of a run's tensors.
 void set_backward_tensors(BackwardParams& params, const BackwardArgs& args, const Run& run);
 
+/// Keys of a tile of dbias, and where dbias lies, and over which dimensions its elements are sums.
+inline constexpr int kBiasGradientKeys = 64;
+BiasSums bias_sums(const Problem& problem);
+/// The rest, for tiles of so many rows: a run's dbias may have more rows and keys than the longest
+/// sequence, and so more tiles. Where elements are no sums of several scores, a work tile has more
+/// tiles of keys, which share Q and dO, but not so many that SMs would idle.
+void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, int tile_rows, BiasSums& sums);
+
 /// The kernels of kernels/backward/ on a device.
 class RowKernels {
  public:

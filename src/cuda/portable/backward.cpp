@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "cuda/common/launch.h"
+#include "kernels/portable/backward/bias_tile.h"
 
 namespace fulgur::cuda::portable {
 namespace {
@@ -16,11 +17,28 @@ KernelUse keys_kernel(const BackwardPlan& plan) {
           plan.shared_bytes};
 }
 
+/// Its tiles are 64 queries and 64 keys, whatever those of the kernel by keys are.
+KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
+  static_cast<KernelKey&>(key) = plan;
+  key.block_rows = key.block_keys = kernels::kPortableBiasTile;
+  key.dropout = plan.dropout;
+  key.whole_columns = plan.whole_columns;
+  key.dq_by_fours = plan.dq_by_fours;
+  key.early_starts = plan.early_starts;
+  const int shared_bytes =
+      kernels::portable_bias_layout(operands_of(key), key.head_dim, key.value_dim).bytes;
+  return {{"portable/backward/bias_gradient.cu", kernel_config(key)},
+          "fulgur_portable_bias_gradient",
+          shared_bytes};
+}
+
 }  // namespace
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), prepare_kernel(plan), round_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
+  if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }
@@ -38,9 +56,11 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   params_.splits = params_.row_splits = 1;
   params_.split_heads = params_.group;
   params_.row_split_tiles = std::max(ceil_div(problem.sq, plan_.block_rows), 1);
+  if (plan_.dbias) params_.bias_sums = bias_sums(problem);
   set_inputs(problem);
   row_kernels_ = RowKernels(problem, plan_, plan_, /*rounds=*/true, gpu_);
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
+  if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
   if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
 }
 
@@ -70,6 +90,8 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
     (p.*in.tensor).data =
         in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape.empty());
   }
+  if (plan_.dbias)
+    set_bias_sums(args.dbias, p.sk, gpu_.sms(), kernels::kPortableBiasTile, p.bias_sums);
   p.counters = reinterpret_cast<int*>(workspace);
   p.not_finite = p.counters + kernels::kSchedulerCounters;
   p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
@@ -103,6 +125,12 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
            "launching the backward kernel by keys");
   }
   row_kernels_.launch_last(stream, p);
+  if (plan_.dbias && p.bias_sums.work_tiles > 0) {
+    constexpr int kThreads = 128, kBlocks = 2;  // blocks an SM
+    const auto grid = std::min<int64_t>(kBlocks * gpu_.sms(), p.bias_sums.work_tiles);
+    launch(stream, bias_gradient_, &p, {static_cast<int>(grid)}, kThreads,
+           bias_gradient_kernel(plan_).shared_bytes, "launching the kernel of dbias");
+  }
 }
 
 Explanation BackwardExecutable::explain() const {

@@ -44,7 +44,7 @@ class BackwardExecutable final : public Executable {
   HostMetadata metadata_;
   BackwardWorkspace workspace_;
   RowKernels row_kernels_;
-  CUfunction keys_ = nullptr, copy_ = nullptr;
+  CUfunction keys_ = nullptr, bias_gradient_ = nullptr, copy_ = nullptr;
   BackwardParams params_{};  ///< what every run has in common
   std::array<Input, 4> inputs_;
 };

@@ -95,7 +95,7 @@ TileId BackwardPlan::tile() const {
 }
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
-  if (p.nothing_to_do() && !plan.dsinks) return {};
+  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
   BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t rows = p.hq * plan.statistics_rows;
@@ -113,11 +113,6 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
-}
-
-std::string backward_rejects(const Problem& p) {
-  if (p.has(Arg::kDbias)) return "dbias: computes no gradient of a bias";
-  return cuda::backward_rejects(p);
 }
 
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const Card& card,

@@ -19,10 +19,6 @@ struct BackwardWorkspace {
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 
-/// Why the kernels do not compute a backward problem, and what they do compute; empty where they
-/// do.
-std::string backward_rejects(const Problem& problem);
-
 /// A plan for every tile that fits. `rejected` takes the others and why.
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& problem, const Card& card,
                                                        std::vector<std::string>* rejected);

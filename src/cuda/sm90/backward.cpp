@@ -11,7 +11,7 @@ namespace {
 
 constexpr int kRowsThreads = 384, kRepairThreads = 256, kReduceColumns = 32;
 constexpr int kMaxGridY = 65535;
-constexpr int kBiasGradientRows = 128, kBiasGradientKeys = 64, kBiasGradientThreads = 384;
+constexpr int kBiasGradientRows = 128, kBiasGradientThreads = 384;
 
 // The key of each kernel has only the fields that its text depends on, so that plans that differ in
 // others share the kernel. Some kernels see only how many lanes or panels the columns of a row
@@ -77,45 +77,6 @@ KernelUse reduce_kernel(const BackwardPlan& plan) {
 
 /// Whether round.cu rounds dQ.
 bool has_round_kernel(const BackwardPlan& plan) { return plan.accumulates_dq() && !plan.rounds_dq; }
-
-/// Where dbias lies, and over which dimensions its elements are sums.
-BiasSums bias_sums(const Problem& p) {
-  const Problem::Bias& b = p.dbias;
-  BiasSums sums{};
-  sums.type = static_cast<kernels::Element>(b.dtype);
-  sums.batch_stride = b.batch;
-  sums.head_stride = b.head;
-  sums.row_stride = b.row;
-  sums.key_stride = b.key;
-  sums.of_batch = b.batch != 0;
-  sums.of_heads = b.head != 0;
-  sums.of_rows = b.row != 0;
-  sums.of_keys = b.key != 0;
-  sums.heads = sums.of_heads ? static_cast<int>(p.hq) : 1;
-  return sums;
-}
-
-/// The rest: a run's dbias may have more rows and keys than the longest sequence, and so more
-/// tiles. Where elements are no sums of several scores, a work tile has more tiles of keys, which
-/// share Q and dO, but not so many that SMs would idle.
-void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, BiasSums& sums) {
-  constexpr int kWorkTilesOfSm = 4;
-  sums.data = dbias.data;
-  sums.rows = static_cast<int>(dbias.shape[2]);
-  sums.keys = static_cast<int>(dbias.shape[3]);
-  sums.row_tiles = sums.of_rows ? ceil_div(sums.rows, kBiasGradientRows) : 1;
-  sums.key_tiles = std::max(ceil_div(sums.of_keys ? sums.keys : sk, kBiasGradientKeys), 1);
-  const int64_t batches = sums.of_batch ? dbias.shape[0] : 1;
-  const int64_t blocks = batches * sums.heads * sums.row_tiles;
-  int64_t chunks = sums.key_tiles;
-  if (!sums.of_keys)
-    chunks = 1;
-  else if (sums.of_batch && sums.of_heads && sums.of_rows)
-    chunks = std::clamp<int64_t>(kWorkTilesOfSm * sms / std::max<int64_t>(blocks, 1), 1, chunks);
-  sums.chunk_tiles = ceil_div(sums.key_tiles, static_cast<int>(chunks));
-  sums.key_chunks = ceil_div(sums.key_tiles, sums.chunk_tiles);
-  sums.work_tiles = dbias.numel() == 0 ? 0 : blocks * sums.key_chunks;
-}
 
 }  // namespace
 
@@ -189,7 +150,8 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
                                           char* workspace) const {
   BackwardParams p = params_;
   set_backward_tensors(p, args, run);
-  if (plan_.dbias) set_bias_sums(args.dbias, params_.sk, gpu_.sms(), p.bias_sums);
+  if (plan_.dbias)
+    set_bias_sums(args.dbias, params_.sk, gpu_.sms(), kBiasGradientRows, p.bias_sums);
   p.counters = reinterpret_cast<int*>(workspace);
   p.not_finite = p.counters + kernels::kSchedulerCounters;
   p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);

@@ -149,10 +149,6 @@ TEST(PortablePlan, SaysWhatItDoesNotCompute) {
   EXPECT_EQ(backward_rejects(backward_problem({})), "");
   EXPECT_EQ(backward_rejects(backward_problem({.d = 320})),
             "computes d and dv up to 256, got 320 and 320");
-  Problem biased = backward_problem({.bias = DType::kBF16});
-  EXPECT_EQ(backward_rejects(biased), "");
-  biased.given.set(Arg::kDbias, true);
-  EXPECT_EQ(backward_rejects(biased), "dbias: computes no gradient of a bias");
 }
 
 }  // namespace

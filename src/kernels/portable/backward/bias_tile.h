@@ -1,0 +1,28 @@
+// The map of shared memory of the portable kernel of a bias's gradient (portable/backward/bias_gradient.cu).
+#pragma once
+#include "host_device/element.h"
+
+namespace fulgur::kernels {
+
+enum : int { kPortableBiasTile = 64 };  // queries and keys of a tile
+
+struct PortableBiasLayout {
+  int keys;  // K or V; Q or dO is before it
+  int scratch, dropout_key, bytes;
+};
+
+FULGUR_SHARED PortableBiasLayout portable_bias_layout(const Operands& types, int head_dim, int value_dim) {
+  const int panels = max_of(panels_of(types.q, head_dim), panels_of(types.v, value_dim));
+  PortableBiasLayout map = {};
+  map.keys = panels * kPortableBiasTile * kPanelRowBytes;
+  map.scratch = 2 * map.keys;
+  map.dropout_key = map.scratch + 4 * kPortableBiasTile * int(sizeof(float));
+  map.bytes = map.dropout_key + 8;
+  return map;
+}
+
+}  // namespace fulgur::kernels
+
+#ifdef __CUDACC__
+using namespace fulgur::kernels;
+#endif
