@@ -9,7 +9,7 @@ namespace {
 /// Copies a graph, with operations instead of delta.
 class Copy {
  public:
-  explicit Copy(const CallGraph& from) : from_(from) {
+  explicit Copy(const CallGraph& from) {
     to.graph.tensors = from.graph.tensors;
     for (const Node& node : from.graph.nodes) places_.push_back(add(node));
     to.score = place(from.score);
@@ -52,7 +52,6 @@ class Copy {
     return push(node);
   }
 
-  const CallGraph& from_;
   std::vector<int> places_;
 };
 
@@ -80,6 +79,7 @@ Stage joined(Stage x, Stage y) {
 }  // namespace
 
 StagedGraph::StagedGraph(const CallGraph& from) : call(Copy(from).to) {
+  find_added();
   const std::vector<Node>& nodes = call.graph.nodes;
   for (size_t n = 0; n < nodes.size(); ++n) {
     const Node& node = nodes[n];
@@ -103,7 +103,6 @@ StagedGraph::StagedGraph(const CallGraph& from) : call(Copy(from).to) {
     std::ranges::copy_if(mixed, std::back_inserter(list), [&](int n) { return needed[n]; });
     return list;
   };
-  find_added();
   std::vector<int> of_scores = {added >= 0 ? added : call.score, call.by_score};
   for (const auto& [gather, derivative] : call.scatters) {
     of_scores.push_back(derivative);
@@ -115,7 +114,7 @@ StagedGraph::StagedGraph(const CallGraph& from) : call(Copy(from).to) {
 
 void StagedGraph::find_added() {
   if (call.score < 0) return;
-  const std::vector<Node>& nodes = call.graph.nodes;
+  std::vector<Node>& nodes = call.graph.nodes;
   std::vector<bool> by_score(nodes.size());
   for (size_t n = 0; n < nodes.size(); ++n) {
     by_score[n] = is_score(nodes[n]);
@@ -123,14 +122,33 @@ void StagedGraph::find_added() {
       if (by_score[nodes[n].operands[i]]) by_score[n] = true;
     }
   }
-  const Node& root = nodes[call.score];
-  const auto take = [&](int score, int other) {
-    if (!is_score(nodes[score]) || by_score[other]) return;
-    added = other;
-    subtracted = root.op() == Op::kSub;
+  // score + a - b + ... is score + (a + ... - b).
+  std::vector<int> terms[2];  // added, subtracted
+  int n = call.score;
+  while (!is_score(nodes[n])) {
+    const Node& node = nodes[n];
+    if (node.op() != Op::kAdd && node.op() != Op::kSub) return;
+    const bool left = by_score[node.operands[0]];
+    const int other = node.operands[left ? 1 : 0];
+    if (by_score[other] || (node.op() == Op::kSub && !left)) return;
+    terms[node.op() == Op::kSub ? 1 : 0].push_back(other);
+    n = node.operands[left ? 0 : 1];
+  }
+  const auto join = [&](Op op, int x, int y) {
+    Node node;
+    node.content = {op, Type::kFloat};
+    node.count = 2;
+    node.operands = {x, y};
+    nodes.push_back(node);
+    return static_cast<int>(nodes.size()) - 1;
   };
-  if (root.op() == Op::kAdd || root.op() == Op::kSub) take(root.operands[0], root.operands[1]);
-  if (root.op() == Op::kAdd && added < 0) take(root.operands[1], root.operands[0]);
+  if (n == call.score) return;
+  subtracted = terms[0].empty();
+  for (const int term : terms[subtracted ? 1 : 0]) {
+    added = added < 0 ? term : join(Op::kAdd, added, term);
+  }
+  if (subtracted) return;
+  for (const int term : terms[1]) added = join(Op::kSub, added, term);
 }
 
 void StagedGraph::evaluate(std::span<const int> list, std::span<const ConstTensor> tensors,

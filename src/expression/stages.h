@@ -25,7 +25,7 @@ struct StagedGraph {
   std::vector<int> slots;                          ///< its place among those of its stage
   std::vector<int> uniform, rows, columns, mixed;  ///< the nodes of each stage, operands first
   /// Where the changed score is the score and what does not depend on it, added or subtracted: the
-  /// node of that; else -1.
+  /// node of that, which may be one more than the call has; else -1.
   int added = -1;
   bool subtracted = false;
   /// The mixed nodes that the mask needs, and those that scores and their derivatives do: of a sum
