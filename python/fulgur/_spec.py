@@ -58,7 +58,7 @@ def _rows(*rows):
 
 # The arguments of attention, in groups of what goes together. Rows of q, k and v come first.
 _QKV = _rows(
-    ("q", "tensor", REQUIRED, "``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 512."),
+    ("q", "tensor", REQUIRED, "``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 576."),
     (
         "k", "coded", REQUIRED,
         "``(batch, sk, hk, d)`` or ``(total_k, hk, d)``, dtype of q; hq is a multiple of hk.",

@@ -211,8 +211,10 @@ Problem make_shared(const Args& args, const Options& options) {
   if (p.hq % p.hk != 0) {
     fail("q", "got {} heads, want a multiple of the {} heads of k", p.hq, p.hk);
   }
-  if (p.d < 1 || p.d > 512) fail("q", "got head dim {}, want 1 to 512", p.d);
-  if (p.dv < 1 || p.dv > 512) fail("v", "got head dim {}, want 1 to 512", p.dv);
+  if (p.d < 1 || p.d > kMaxDim) fail("q", "got head dim {}, want 1 to {}", p.d, kMaxDim);
+  if (p.dv < 1 || p.dv > kMaxValueDim) {
+    fail("v", "got head dim {}, want 1 to {}", p.dv, kMaxValueDim);
+  }
 
   if (p.packed && !cu_q.given()) fail("cu_seqlens_q", "not given, want it with cu_seqlens_k");
   if (p.packed_k && !cu_k.given()) fail("cu_seqlens_k", "not given, want it with cu_seqlens_q");

@@ -9,6 +9,8 @@
 
 namespace fulgur {
 
+constexpr int64_t kMaxDim = 576, kMaxValueDim = 512;  ///< columns of a head of q and k; of v
+
 /// Checks all that a user passes, once for every engine; what only a call knows aside: data, and
 /// the values of lengths. Throws Error(kInvalidArgument) that names the argument, what it got and
 /// what it wants.

@@ -177,7 +177,7 @@ VALUE_ERRORS = [
     (call, dict(v=zeros(2, 7, 1, 8))),
     (call, dict(q=zeros(2, 5, 3, 8))),
     (call, dict(q=zeros(2, 5, 0, 8))),
-    (call, dict(q=zeros(2, 5, 4, 513), k=zeros(2, 7, 2, 513))),
+    (call, dict(q=zeros(2, 5, 4, 577), k=zeros(2, 7, 2, 577))),
     (call, dict(v=zeros(2, 7, 2, 0))),
     (call, dict(v=zeros(2, 7, 2, 513))),
     (call, dict(out=zeros(2, 5, 4, 9))),

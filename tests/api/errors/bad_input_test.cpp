@@ -156,13 +156,13 @@ const std::vector<Wrong>& wrongs() {
       {"no_heads_of_q", [](Call& c) { c.q.shape[2] = 0; }, "q: got 0 heads.*at least 1"},
       {"no_heads_of_k", [](Call& c) { c.k.shape[2] = 0; }, "k: got 0 heads.*at least 1"},
       {"dim_0_of_q", [](Call& c) { c.q.shape[3] = c.k.shape[3] = 0; },
-       "q: got head dim 0.*1 to 512"},
+       "q: got head dim 0.*1 to 576"},
       {"dim_0_of_v", [](Call& c) { c.v.shape[3] = 0; }, "v: got head dim 0.*1 to 512"},
-      {"dim_513_of_q",
+      {"dim_577_of_q",
        [](Call& c) {
-         c.q = resized(c.q, {2, 8, 4, 513});
+         c.q = resized(c.q, {2, 8, 4, 577});
        },
-       "q: got head dim 513.*1 to 512"},
+       "q: got head dim 577.*1 to 576"},
       {"dim_513_of_v",
        [](Call& c) {
          c.v = resized(c.v, {2, 10, 2, 513});

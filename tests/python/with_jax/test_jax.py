@@ -471,7 +471,7 @@ def test_arrays_of_jax_are_not_written():
         (dict(q=np.zeros((2, 19, 4, 16), np.int32)), ValueError, "q: got "),
         (dict(q=np.zeros((2, 19, 4, 16), np.int8)), ValueError, "q: got int8, want float32"),
         (dict(v=np.zeros((2, 19, 2, 16), np.float16)), ValueError, "v: got "),
-        (dict(q=np.zeros((2, 19, 4, 600)), k=np.zeros((2, 19, 2, 600))), ValueError, "512"),
+        (dict(q=np.zeros((2, 19, 4, 600)), k=np.zeros((2, 19, 2, 600))), ValueError, "576"),
         (dict(causal=1), TypeError, "causal: got 1, want True or False"),
         (dict(window=3), TypeError, "window: got 3"),
         (dict(chunk=-1), ValueError, "chunk: got -1"),

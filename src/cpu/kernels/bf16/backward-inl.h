@@ -355,7 +355,7 @@ inline void tile_backward_dq(const Task& task, const BackwardArgs& args, int64_t
   const Problem& p = task.problem;
   const int64_t ld = blocks_of(p.d) * kTileRows, size = ld * kTilePanelRows;
   const V32 scale = hn::Set(f, static_cast<float>(p.scale));
-  HWY_ALIGN float sum[512 * kTilePanelRows];
+  HWY_ALIGN float sum[kMaxDim * kTilePanelRows];
   for (int64_t row = row_begin; row < row_end; row += kTilePanelRows) {
     const int64_t at = row / kTilePanelRows * size;
     for (int64_t c = 0; c < size; c += kLanes) {

@@ -8,6 +8,7 @@
 #define FULGUR_CPU_BACKWARD_INL_H_
 #endif
 
+#include "call/make_problem.h"
 #include "cpu/kernels/simd/score-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -64,7 +65,7 @@ inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_b
   const F32 f;
   const Problem& p = task.problem;
   const int64_t ld = round_up(p.dv, kLanes);
-  HWY_ALIGN float o[512 + kLanes], d_o[512 + kLanes];
+  HWY_ALIGN float o[kMaxValueDim + kLanes], d_o[kMaxValueDim + kLanes];
   for (int64_t r = row_begin; r < row_end; ++r) {
     load_queries(task, args.out, p.out, p.dv, r, 1, 1, o, ld);
     load_queries(task, args.dout, p.dout, p.dv, r, 1, 1, d_o, ld);
@@ -261,7 +262,7 @@ inline void backward_dq(const Task& task, const BackwardArgs& args, int64_t row_
   const F32 f;
   const Problem& p = task.problem;
   const int64_t ld = dq_stride(p);
-  HWY_ALIGN float sum[512 + kLanes];
+  HWY_ALIGN float sum[kMaxDim + kLanes];
   for (int64_t r = row_begin; r < row_end; ++r) {
     for (int64_t c = 0; c < ld; c += kLanes) {
       V32 total = hn::Zero(f);
