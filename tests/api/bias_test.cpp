@@ -186,6 +186,38 @@ TEST_P(DenseBias, ThatHidesAllKeys) {
   }
 }
 
+// Tiles of a bias of one number alone, some but for their last one: 0, what hides, and the lowest
+// numbers of a dtype, which hide, too. Few rows and many have different kernels.
+TEST_P(DenseBias, TilesOfOneNumber) {
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kBool}) {
+    for (const int64_t sq : {3, 230}) {
+      const bool bools = dtype == DType::kBool;
+      const double lowest = dtype == DType::kF32 || dtype == DType::kBF16 ? -0x1.fcp127 : -kInf;
+      for (const double hidden : {bools ? 0 : -kInf, bools ? 0 : lowest}) {
+        Case c{.dtype = precise(), .batch = 1, .sq = sq, .sk = 448, .hq = 2, .hk = 1};
+        c.bias = Bias::kShared;
+        Workload w(c, 9);
+        w.options.engine = engine();
+        std::vector<double> bias(static_cast<size_t>(c.sq * c.sk), bools ? 1 : 0);
+        for (int64_t i = 0; i < c.sq; ++i) {
+          double* const row = bias.data() + i * c.sk;
+          std::fill(row + std::min(c.sk, i + 70), row + c.sk - 64, hidden);
+          if (i % 90 == 47) row[127] = bools ? 1 : -1;
+          if (i % 90 == 3) row[319] = bools ? 1 : 0.5;
+        }
+        const Dense dense(dtype, {1, 1, c.sq, c.sk});
+        write(dense.tensor(), bias);
+        w.forward.bias = w.backward.bias = dense.tensor();
+        w.backward.dbias = {};
+        if (!runs(w)) return;
+        const Expected e = expect(w);
+        EXPECT_TRUE(forward_is_right(w, e)) << name_of(dtype) << sq << hidden;
+        EXPECT_TRUE(backward_is_right(w, e)) << name_of(dtype) << sq << hidden;
+      }
+    }
+  }
+}
+
 // A sequence has the same bits whatever its batch and the number of threads.
 TEST_P(DenseBias, InvariantToTheBatch) {
   Case c{.dtype = precise(), .batch = 3, .sq = 70, .sk = 150, .hq = 4, .hk = 2, .d = 32};

@@ -7,6 +7,8 @@
 #define FULGUR_CPU_BIAS_INL_H_
 #endif
 
+#include <optional>
+
 #include "cpu/kernels/simd/panel-inl.h"
 #include "kernels/host_device/score.h"
 
@@ -144,18 +146,45 @@ HWY_INLINE BiasOfTile load_bool_tile(const BiasRows& rows, int64_t width, float*
   return load_bias_tile<DType::kBool>(rows, kBc, width, to);
 }
 
+/// What a bias of floats is in a tile that has one number alone, which hides or is 0, as most tiles
+/// of a mask; nothing of other tiles. Ends at the first other number.
+template <DType kDType>
+HWY_INLINE std::optional<BiasOfTile> uniform_tile(const BiasRows& rows, int64_t width) {
+  using Bits = std::conditional_t<kDType == DType::kF32, uint32_t, uint16_t>;
+  const hn::CappedTag<Bits, kBc> b;
+  Bits first;
+  std::memcpy(&first, rows.at[0], sizeof first);
+  const bool hides = load_element(&first, kDType, 0) < kernels::kHidingBias;
+  if (!hides && first != 0) return {};
+  const auto one = hn::Set(b, first);
+  for (int64_t lane = 0; lane < width; ++lane) {
+    const auto* const keys = reinterpret_cast<const Bits*>(rows.at[lane]);
+    auto same = hn::Eq(hn::LoadU(b, keys), one);
+    for (size_t jj = hn::Lanes(b); jj < kBc; jj += hn::Lanes(b)) {
+      same = hn::And(same, hn::Eq(hn::LoadU(b, keys + jj), one));
+    }
+    if (!hn::AllTrue(b, same)) return {};
+  }
+  return BiasOfTile{!hides, hides, hides};
+}
+
 /// Whether some row of a panel sees some key of a tile in spite of the bias. If so, the panel has
 /// the bias of the tile, which is loaded to `to`, or none where that is 0.
 HWY_NOINLINE inline bool load_bias(const Task& task, const KeyTile& tile, float* to, Panel* panel) {
   const BiasRows rows(task, *panel, tile.j);
+  const bool dense = tile.n == kBc && rows.stride == size_of(task.given.bias.dtype);
   const auto load = [&](auto dtype) HWY_ATTR {
+    if constexpr (dtype() == DType::kBool) {
+      if (dense) return load_bool_tile(rows, panel->width(), to);
+    } else if (dense) {
+      if (const auto uniform = uniform_tile<dtype()>(rows, panel->width())) return *uniform;
+    }
     return load_bias_tile<dtype()>(rows, tile.n, panel->width(), to);
   };
   BiasOfTile is;
   switch (task.given.bias.dtype) {
     case DType::kBool:
-      is = rows.stride == 1 && tile.n == kBc ? load_bool_tile(rows, panel->width(), to)
-                                             : load(std::integral_constant<DType, DType::kBool>());
+      is = load(std::integral_constant<DType, DType::kBool>());
       break;
     case DType::kF16:
       is = load(std::integral_constant<DType, DType::kF16>());
@@ -166,6 +195,9 @@ HWY_NOINLINE inline bool load_bias(const Task& task, const KeyTile& tile, float*
     default:
       is = load(std::integral_constant<DType, DType::kF32>());
   }
+  // What says so of a tile at once has loaded nothing.
+  if (is.hides_all)
+    std::fill_n(to, tile.n * panel->width(), -std::numeric_limits<float>::infinity());
   panel->bias = is.is_zero ? nullptr : to;
   panel->mask.hide(is.hides_some ? to : nullptr, tile.j, panel->width());
   return !is.hides_all;

@@ -187,7 +187,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     std::fill_n(s.l[count], panel.width(), 0.0f);
   }
 
-  // The panels walk side by side: a tile is widened once for all that visit it.
+  // The panels walk side by side: a tile is widened once for all that see some of it.
   const auto next_tile = [&] {
     return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
       return x.tile().j < y.tile().j;
@@ -195,8 +195,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
   };
   for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
     const auto [j, n, unused] = next.tile();
-    load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
-    const bool finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
+    bool loaded = false, finite = false;
     expressions.set_columns(j, n, 0);
     for (int64_t i = 0; i < count; ++i) {
       Panel& panel = panels[i];
@@ -211,6 +210,11 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
         ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.count, key, half);
       };
       if (!begin_tile(task, expressions, i, 0, tile, s.bias, &panel)) continue;
+      if (!loaded) {
+        load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
+        finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
+        loaded = true;
+      }
       ask(0);
       const int64_t width = panel.width();
       gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
