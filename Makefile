@@ -1,6 +1,6 @@
 # Debian 12, from a checkout: `make run` and `make test` install what is missing first (apt, root).
 .DEFAULT_GOAL := help
-.PHONY: help run check test test-all test-arm test-emulator test-kernels build bench bench-decode gpu-report wheel install-deps clean
+.PHONY: help run check test test-all test-arm test-emulator test-ggml test-kernels build bench bench-decode gpu-report wheel install-deps clean
 
 program := build/release/apps/fulgur/fulgur
 
@@ -10,6 +10,7 @@ help:
 	@echo 'make test          build and run every kind of test, of slow ones a sample'
 	@echo 'make test-all      build and run every test (an hour and a half on 2 cores)'
 	@echo 'make test-emulator run every test of the GPU kernels in the emulator (20 minutes on 2 cores)'
+	@echo 'make test-ggml     build llama.cpp with the backend of integrations/ggml, run ggml'\''s own tests (30 minutes)'
 	@echo 'make test-arm      build and run the small tests for ARM, by QEMU'
 	@echo 'make test-kernels  compile every kernel that a plan can ask for (12 minutes on 2 cores)'
 	@echo 'make build         build the library, the program and the examples (build/release)'
@@ -44,6 +45,10 @@ test-emulator:
 test-arm:
 	tools/install_deps.sh build test
 	tools/test.py arm
+
+test-ggml:
+	tools/install_deps.sh build test
+	integrations/ggml/test.py
 
 test-kernels:
 	tools/install_deps.sh build test bench
