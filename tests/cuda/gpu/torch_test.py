@@ -211,6 +211,28 @@ class TestDropIns(OnGpu):
         for b, n in enumerate((18, 201)):
             self.assert_close(out[b : b + 1], math(q[b : b + 1], k[b : b + 1, :n], v[b : b + 1, :n]))
 
+    def test_float8(self):
+        """e4m3 times descales of sequences and kv heads, out in bfloat16; FlashAttention-3's names."""
+        if torch.cuda.get_device_capability()[0] != 9:
+            self.skipTest("GPUs other than Hopper's compute no e4m3")
+        codes = [x.to(torch.float8_e4m3fn) for x in make_qkv(sk=200)]
+        descales = [torch.rand(2, 2, device="cuda") + 0.5 for _ in codes]
+        names = "q_descale", "k_descale", "v_descale"
+        numbers = [
+            x.double() * scale.repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None]
+            for x, scale in zip(codes, descales, strict=True)
+        ]  # fmt: skip
+        for causal in (False, True):
+            with self.subTest(causal=causal):
+                out = flash_attn_interface.flash_attn_func(*codes, causal=causal, **dict(zip(names, descales)))
+                self.assertEqual(out.dtype, torch.bfloat16)
+                self.assert_close(out, math(*numbers, causal=causal))
+        packed, ends = [x.flatten(0, 1) for x in codes], (
+            torch.tensor([0, n, 2 * n], device="cuda", dtype=torch.int32) for n in (128, 200))
+        got = flash_attn_interface.flash_attn_varlen_func(
+            *packed, *ends, 128, 200, causal=True, **dict(zip(names, descales)))  # fmt: skip
+        self.assertTrue(torch.equal(got, out.flatten(0, 1)))
+
     def test_cache_with_rotation(self):
         lengths = torch.tensor([17, 50], device="cuda", dtype=torch.int32)
         for module in (flash_attn, flash_attn_interface):
