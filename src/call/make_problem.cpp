@@ -205,14 +205,15 @@ Problem make_shared(const Args& args, const Options& options) {
   p.hq = q.shape[rank - 2];
   p.hk = k.shape[key_rank - 2];
   p.d = q.shape[rank - 1];
-  p.dv = std::is_same_v<Args, ScoresArgs> ? p.d : v.shape[key_rank - 1];
+  constexpr bool kHasValues = !std::is_same_v<Args, ScoresArgs>;
+  p.dv = kHasValues ? v.shape[key_rank - 1] : p.d;
   if (p.hq < 1) fail("q", "got {} heads, want at least 1", p.hq);
   if (p.hk < 1) fail("k", "got {} heads, want at least 1", p.hk);
   if (p.hq % p.hk != 0) {
     fail("q", "got {} heads, want a multiple of the {} heads of k", p.hq, p.hk);
   }
   if (p.d < 1 || p.d > kMaxDim) fail("q", "got head dim {}, want 1 to {}", p.d, kMaxDim);
-  if (p.dv < 1 || p.dv > kMaxValueDim) {
+  if (kHasValues && (p.dv < 1 || p.dv > kMaxValueDim)) {
     fail("v", "got head dim {}, want 1 to {}", p.dv, kMaxValueDim);
   }
 

@@ -57,6 +57,18 @@ TEST_F(Sanitize, EveryTile) {
   }
 }
 
+/// Whether attention has Hopper's kernels here: on other GPUs, and where FULGUR_CUDA_TARGET says
+/// so, it has portable ones.
+bool has_hoppers_kernels() {
+  Workload w({.dtype = kBf16, .sq = 64, .sk = 64}, 1);
+  w.options.engine = "cuda";
+  EngineMemory memory("cuda");
+  const ForwardTensors there = memory.at(w.forward);
+  const Plan planned = plan(there, memory.options(w.forward, w.options));
+  return planned.details().get<std::string>("kernel").starts_with("sm90");
+}
+constexpr char kOnlyOnHopper[] = "Hopper's kernels alone compute it";
+
 // With one consumer warpgroup a CTA, as planned for a card on which each key block has an SM.
 TEST_F(Sanitize, ShortBackward) {
   Workload w({.dtype = kBf16, .sq = 150, .sk = 200, .hq = 2, .hk = 2, .d = 64, .dv = 64}, 1);
@@ -186,6 +198,7 @@ void run_dynamic(const std::vector<int64_t>& keys, int64_t sq, int64_t group, in
 // More q blocks than CTAs, which request one after another: of equal lengths, and with one that is
 // split, a short one, and one each without keys and without queries.
 TEST_F(Sanitize, Dynamic) {
+  if (!has_hoppers_kernels()) GTEST_SKIP() << kOnlyOnHopper;
   const std::vector<int64_t> equal(14, 800);
   std::vector<int64_t> mixed(10, 800);
   for (const int64_t sk : {0, 300, 2500}) mixed.push_back(sk);
@@ -198,6 +211,7 @@ TEST_F(Sanitize, Dynamic) {
 }
 // On the warp path, too; runs_test has longer ones.
 TEST_F(Sanitize, DynamicOfFewRows) {
+  if (!has_hoppers_kernels()) GTEST_SKIP() << kOnlyOnHopper;
   std::vector<int64_t> keys(10, 800);
   for (const int64_t sk : {0, 300, 2500}) keys.push_back(sk);
   keys[1] = 17000;
@@ -207,6 +221,7 @@ TEST_F(Sanitize, DynamicOfFewRows) {
 // A q block of so many splits that all CTAs combine them, and a last round of few q blocks, which
 // are split. The emulator runs it with 16 SMs.
 TEST_F(Sanitize, DynamicWithSplits) {
+  if (!has_hoppers_kernels()) GTEST_SKIP() << kOnlyOnHopper;
   std::vector<int64_t> uneven(24, 600);
   uneven[7] = 40000;
   const std::vector<int64_t> even(20, 4000);
@@ -217,6 +232,7 @@ TEST_F(Sanitize, DynamicWithSplits) {
 }
 // Over pages, whose keys TMA brings, or lanes of the warps that load.
 TEST_F(Sanitize, DynamicOverPages) {
+  if (!has_hoppers_kernels()) GTEST_SKIP() << kOnlyOnHopper;
   const int64_t hk = enough_heads(12);
   for (const int64_t page : {16, 5}) {
     for (const int64_t sq : {5, 16}) {
@@ -333,6 +349,7 @@ TEST_F(Sanitize, DimsThatDiffer) {
       {.dtype = kBf16, .sq = 150, .sk = 150, .hq = 2, .d = 192, .dv = 128, .mask = causal()}));
 }
 TEST_F(Sanitize, Codes) {  // of e4m3 in q, k and v
+  if (!has_hoppers_kernels()) GTEST_SKIP() << kOnlyOnHopper;
   for (const int64_t d : {64, 128, 256}) {
     for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
       Case c{.dtype = kBf16, .batch = 2, .sq = 150, .sk = 200, .hq = 2, .d = d, .dv = d};
