@@ -128,9 +128,11 @@ struct DecodeRows {
     std::fill_n(S, kBc * width + kLanes, 0.0f);
   }
 
-  /// Loads the bias of a tile, if there is one.
-  void take_bias(const Task& task, const KeyTile& tile) {
-    for (size_t i = 0; i < bias.size(); ++i) load_bias(task, tile, bias[i], &panels[i]);
+  /// Loads the bias of a tile, if there is one; whether it lets some row see some key.
+  bool take_bias(const Task& task, const KeyTile& tile) {
+    bool sees = bias.empty();
+    for (size_t i = 0; i < bias.size(); ++i) sees |= load_bias(task, tile, bias[i], &panels[i]);
+    return sees;
   }
 
   /// S -> P of a tile.
@@ -515,8 +517,8 @@ HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t he
   KeyTiles tiles = all.panels[0].mask.tiles({key_begin, key_end});  // the same for every head
   for (; !tiles.done(); tiles.next()) {
     const KeyTile tile = tiles.tile();
+    if (!all.take_bias(first, tile)) continue;
     Products::dot(first, K, heads, tile, key_end, Q, factor, all);
-    all.take_bias(first, tile);
     all.probabilities(first, tile);
     scale_rows(all.alpha, all.O, round_up(p.dv, kLanes), all.count);
     if (all.hide(tile)) {
