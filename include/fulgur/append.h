@@ -40,7 +40,7 @@ FULGUR_API void append(const AppendArgs& args, const Options& options = {}, cons
 ///   q8_0, q4_0, q4_1, q5_0, q5_1, iq4_nl
 ///                   ggml's blocks of 32 columns, which begin with a scale in f16
 ///
-/// Scales lie in tensors beside the codes (Descales) or in blocks.
+/// Scales lie in tensors of their own (Descales) or in blocks.
 struct QuantizeArgs {
   /// f32, bf16, f16 or f64: (batch, seqlen, heads, dim), or pages, or (total, heads, dim).
   ConstTensor x{};

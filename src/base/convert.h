@@ -47,7 +47,8 @@ inline uint16_t f16_from_f32(float x) {
 /// Codes of a format of base/formats.h.
 constexpr bool is_low_bit(DType dtype) { return dtype >= DType::kE4M3; }
 
-/// Number `i` of an array of codes of a low-bit format (base/formats.h), without the scales beside.
+/// Number `i` of an array of codes of a low-bit format (base/formats.h), without scales that lie in
+/// a tensor of their own.
 float load_code(const void* codes, DType format, int64_t i);
 
 /// Element `i` of an array of `dtype`.

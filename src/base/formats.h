@@ -15,7 +15,7 @@
 namespace fulgur {
 
 // The low-bit formats. Codes lie in blocks; number i of a block is scale * code(block, i) + low. A
-// format whose scales lie in tensors beside the codes has, besides code, its put, which rounds a
+// format whose scales lie in a tensor of their own has, besides code, its put, which rounds a
 // number to a code, to nearest and ties to even, and saturates to [kLowest, kLargest]. A format
 // with scales in its blocks has scale, low (0 where there is none) and pack, which makes a block of
 // numbers. A format is a Format, a line of FULGUR_FORMATS, and its vectors (simd/formats-inl.h).
@@ -302,10 +302,10 @@ struct FormatRow {
   DType dtype;
   const char* name;
   int bits, block, bytes;
-  bool scaled;            ///< by f16 numbers in its blocks; else by a tensor beside the codes
-  bool integers;          ///< beside which there may be a zero point, too
+  bool scaled;            ///< by f16 numbers in its blocks; else by a tensor of their own
+  bool integers;          ///< which may have a zero point
   float lowest, largest;  ///< the codes as numbers, without a scale in the block
-  /// Number i of an array of codes, without a scale beside it.
+  /// Number i of an array of codes, without a scale of another tensor.
   float (*number)(const void* codes, int64_t i);
   /// Of n codes or numbers, whole blocks. Without a scale in the block: x is in units of the scale.
   void (*unpack)(const void* codes, int64_t n, float* x);
