@@ -66,18 +66,26 @@ std::vector<Case> cases() {
   return all;
 }
 
-TEST_P(DenseBias, EveryOption) {
-  for (const Case& c : cases()) {
-    SCOPED_TRACE(c.name());
-    Workload w(c, c.seed());
-    w.options.engine = engine();
-    if (!runs(w)) continue;
-    const Expected e = expect(w);
-    EXPECT_TRUE(forward_is_right(w, e));
-    EXPECT_TRUE(backward_is_right(w, e));
-    EXPECT_TRUE(w.check_memory());
-  }
+class DenseBiasCase : public OnEngine<std::tuple<Case, EngineInfo>> {};
+
+TEST_P(DenseBiasCase, EveryOption) {
+  const Case& c = std::get<Case>(GetParam());
+  Workload w(c, c.seed());
+  w.options.engine = engine();
+  if (!runs(w)) return;
+  const Expected e = expect(w);
+  EXPECT_TRUE(forward_is_right(w, e));
+  EXPECT_TRUE(backward_is_right(w, e));
+  EXPECT_TRUE(w.check_memory());
 }
+
+INSTANTIATE_TEST_SUITE_P(, DenseBiasCase,
+                         testing::Combine(testing::ValuesIn(cases()),
+                                          testing::ValuesIn(engines_here())),
+                         [](const auto& info) {
+                           return std::get<EngineInfo>(info.param).name + "_" +
+                                  std::to_string(info.index);
+                         });
 
 // A bool is a bias of 0 and -inf: bit by bit, but on GPUs, where tiles depend on its dtype.
 TEST_P(DenseBias, OfBoolsIsOfZerosAndInfinities) {

@@ -419,7 +419,10 @@ std::vector<std::vector<Bits>> run_padded(const Recipe& s, const std::vector<Sam
 
 // What a sequence gives does not depend on its neighbours, whatever they are and hold, on how many
 // there are, on how the batch lies in memory, or on threads.
-TEST_P(Repeat, InvariantToNeighbours) {
+class RepeatRound : public OnEngine<std::tuple<int, EngineInfo>> {};
+
+TEST_P(RepeatRound, InvariantToNeighbours) {
+  const int round = std::get<int>(GetParam());
   constexpr int64_t kQueries[] = {1, 2, 5, 8, 9, 15, 16, 17, 33, 100, 200};
   constexpr int64_t kGroups[] = {1, 2, 4};
   constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
@@ -436,56 +439,66 @@ TEST_P(Repeat, InvariantToNeighbours) {
                         chunked(150, causal()),
                         top_left(window(-1, 60))};
   const char* const names[] = {"out", "dq", "dk", "dv", "lse"};
-  const int rounds = engine() == "reference" ? 4 : 30;
-  int computed = 0;
-  for (int round = 0; round < rounds; ++round) {
-    std::mt19937_64 random(static_cast<uint64_t>(round));
-    const auto pick = [&](const auto& values) { return values[random() % std::size(values)]; };
-    const int64_t hk = 1 + static_cast<int64_t>(random() % 2), hq = hk * pick(kGroups);
-    Recipe s{pick(kDtypes), hq, hk, 40, 24, {}, {}, {}};
-    s.options.mask = pick(masks);
-    s.options.softcap = round % 5 == 0 ? 3 : 0;
-    s.options.engine = engine();
-    Dense slopes(DType::kF32, {hq});
-    write(slopes, std::vector<double>(static_cast<size_t>(hq), 0.1));
-    if (round % 4 == 0) s.slopes = slopes;
-    Dense sinks(DType::kF32, {hq});
-    write(sinks, std::vector<double>(static_cast<size_t>(hq), 2.5));
-    if (round % 3 == 0) s.sinks = sinks;
+  std::mt19937_64 random(static_cast<uint64_t>(round));
+  const auto pick = [&](const auto& values) { return values[random() % std::size(values)]; };
+  const int64_t hk = 1 + static_cast<int64_t>(random() % 2), hq = hk * pick(kGroups);
+  Recipe s{pick(kDtypes), hq, hk, 40, 24, {}, {}, {}};
+  s.options.mask = pick(masks);
+  s.options.softcap = round % 5 == 0 ? 3 : 0;
+  s.options.engine = engine();
+  Dense slopes(DType::kF32, {hq});
+  write(slopes, std::vector<double>(static_cast<size_t>(hq), 0.1));
+  if (round % 4 == 0) s.slopes = slopes;
+  Dense sinks(DType::kF32, {hq});
+  write(sinks, std::vector<double>(static_cast<size_t>(hq), 2.5));
+  if (round % 3 == 0) s.sinks = sinks;
 
-    const bool packed = round % 4 != 3;  // else a padded batch
-    int64_t max_rows = 0, max_keys = 0;
-    std::vector<Sample> samples;
-    for (uint64_t n = 2 + random() % 5; n > 0; --n) {
-      const int64_t sq = random() % 8 == 0 ? 0 : pick(kQueries);
-      const int64_t most = sq > 33 || engine() == "reference" ? 400 : 2500;
-      const auto sk = static_cast<int64_t>(random()) & INT64_MAX;
-      samples.push_back(s.sample(sq, sk % 8 == 0 ? 0 : sk % most, pick(kSizes), random));
-      max_rows = std::max(max_rows, sq);
-      max_keys = std::max(max_keys, samples.back().sk);
-    }
-    const auto threads = [&] { return 1 + static_cast<int>(random() % 4); };
-    const auto whole = packed ? run_packed(s, samples, threads())
-                              : run_padded(s, samples, max_rows + 6, max_keys + 13, threads());
-    if (whole.empty()) continue;
-    ++computed;
-    for (size_t b = 0; b < samples.size(); ++b) {
-      const Sample& one = samples[b];
-      const std::vector<Bits> alone[] = {run_packed(s, {one}, threads())[0],
-                                         run_padded(s, {one}, one.sq, one.sk, threads())[0],
-                                         run_padded(s, {one}, one.sq, one.sk + 100, threads())[0],
-                                         run_padded(s, {one}, one.sq + 70, one.sk, threads())[0]};
-      for (size_t way = 0; way < std::size(alone); ++way) {
-        for (size_t i = 0; i < std::size(names); ++i) {
-          EXPECT_TRUE(whole[b][i] == alone[way][i])
-              << names[i] << " in round " << round << " of sequence " << b << ", " << one.sq
-              << " x " << one.sk << ", is not that of the sequence alone, way " << way;
-        }
+  const bool packed = round % 4 != 3;  // else a padded batch
+  int64_t max_rows = 0, max_keys = 0;
+  std::vector<Sample> samples;
+  for (uint64_t n = 2 + random() % 5; n > 0; --n) {
+    const int64_t sq = random() % 8 == 0 ? 0 : pick(kQueries);
+    const int64_t most = sq > 33 || engine() == "reference" ? 400 : 2500;
+    const auto sk = static_cast<int64_t>(random()) & INT64_MAX;
+    samples.push_back(s.sample(sq, sk % 8 == 0 ? 0 : sk % most, pick(kSizes), random));
+    max_rows = std::max(max_rows, sq);
+    max_keys = std::max(max_keys, samples.back().sk);
+  }
+  const auto threads = [&] { return 1 + static_cast<int>(random() % 4); };
+  const auto whole = packed ? run_packed(s, samples, threads())
+                            : run_padded(s, samples, max_rows + 6, max_keys + 13, threads());
+  if (whole.empty()) GTEST_SKIP() << "the engine refuses the call";
+  for (size_t b = 0; b < samples.size(); ++b) {
+    const Sample& one = samples[b];
+    const std::vector<Bits> alone[] = {run_packed(s, {one}, threads())[0],
+                                       run_padded(s, {one}, one.sq, one.sk, threads())[0],
+                                       run_padded(s, {one}, one.sq, one.sk + 100, threads())[0],
+                                       run_padded(s, {one}, one.sq + 70, one.sk, threads())[0]};
+    for (size_t way = 0; way < std::size(alone); ++way) {
+      for (size_t i = 0; i < std::size(names); ++i) {
+        EXPECT_TRUE(whole[b][i] == alone[way][i])
+            << names[i] << " in round " << round << " of sequence " << b << ", " << one.sq << " x "
+            << one.sk << ", is not that of the sequence alone, way " << way;
       }
     }
   }
-  if (computed == 0) GTEST_SKIP() << "the engine refuses every round";
 }
+
+std::vector<std::tuple<int, EngineInfo>> rounds() {
+  std::vector<std::tuple<int, EngineInfo>> all;
+  for (const EngineInfo& engine : engines_here()) {
+    for (int round = 0; round < (engine.name == "reference" ? 4 : 30); ++round)
+      all.emplace_back(round, engine);
+  }
+  return all;
+}
+
+std::string round_name(const testing::TestParamInfo<RepeatRound::ParamType>& info) {
+  const auto& [round, engine] = info.param;
+  return engine.name + "_" + std::to_string(round);
+}
+
+INSTANTIATE_TEST_SUITE_P(, RepeatRound, testing::ValuesIn(rounds()), round_name);
 
 // Few queries with many keys are what engines have other kernels for, and whose keys they share
 // out: by the sequence's own rows and keys, whatever stands with it. Here by none, by one that

@@ -5,6 +5,7 @@
 
 #include <ostream>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "fulgur/attention.h"
@@ -59,22 +60,29 @@ std::string message_of(Call call) {
   return {};
 }
 
-/// A test that runs once per engine; it skips itself where the engine cannot be used, and where it
-/// has refused every case of the test.
-class EveryEngine : public testing::TestWithParam<EngineInfo> {
+inline const EngineInfo& engine_of(const EngineInfo& engine) { return engine; }
+template <class T>
+const EngineInfo& engine_of(const std::tuple<T, EngineInfo>& param) {
+  return std::get<EngineInfo>(param);
+}
+
+/// A test that runs once per engine, or per engine and value; it skips itself where the engine
+/// cannot be used, and where it has refused every case of the test.
+template <class Param>
+class OnEngine : public testing::TestWithParam<Param> {
  protected:
   void SetUp() override {
-    if (const auto& why = GetParam().unavailable; !why.empty()) {
-      GTEST_SKIP() << GetParam().name << ": " << why;
+    if (const auto& why = info().unavailable; !why.empty()) {
+      GTEST_SKIP() << info().name << ": " << why;
     }
   }
   void TearDown() override {
     if (refused_ == 0) return;
-    RecordProperty("computed", computed_);
-    RecordProperty("refused", refused_);
+    testing::Test::RecordProperty("computed", computed_);
+    testing::Test::RecordProperty("refused", refused_);
     if (computed_ == 0) GTEST_SKIP() << why_refused_;
   }
-  std::string engine() const { return GetParam().name; }
+  std::string engine() const { return info().name; }
 
   /// Makes a call, unless the engine answers that it does not compute such (kUnsupported). Then the
   /// case counts as refused, which is not passed, and this is false.
@@ -99,9 +107,12 @@ class EveryEngine : public testing::TestWithParam<EngineInfo> {
   }
 
  private:
+  static const EngineInfo& info() { return engine_of(testing::TestWithParam<Param>::GetParam()); }
+
   int computed_ = 0, refused_ = 0;
   std::string why_refused_;
 };
+using EveryEngine = OnEngine<EngineInfo>;
 
 inline std::string engine_name(const testing::TestParamInfo<EngineInfo>& info) {
   return info.param.name;
