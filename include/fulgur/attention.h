@@ -17,6 +17,18 @@
 
 namespace fulgur {
 
+/// The place of a call in a larger one, of which it computes some sequences, q heads, queries or
+/// keys, side by side. Masks, ALiBi and dropout then count them as the larger call does. With
+/// Options::invariant an output, and a gradient of the rows of q or of keys that the call has all
+/// of the others for, has the bits of the larger call where `query` and `key` are multiples of 64
+/// and inputs are finite. Only of sequences of one length, without caches, a tree mask and
+/// expressions.
+struct Origin {
+  int64_t batch = 0, head = 0, query = 0, key = 0;  ///< the first ones; key a multiple of 4
+  int64_t heads = 0, queries = 0, keys = 0;  ///< of the larger call; 0: it ends where this one does
+  bool operator==(const Origin&) const = default;
+};
+
 /// What is computed, the same in every call of a plan. Defaults give plain softmax(q k^T / sqrt(d))
 /// v.
 ///
@@ -46,6 +58,7 @@ struct Options {
   int64_t max_workspace = 0;
   int threads = 0;       ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
   std::string engine{};  ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
+  Origin origin{};       ///< of a call that is a part of a larger one; on the CPU
 };
 
 /// Tensors of the forward pass, in layout (batch, seqlen, heads, dim) or packed (total, heads,
@@ -98,7 +111,8 @@ struct ForwardArgs {
 };
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
-/// gradient of out; dq, dk, dv take the gradients and have the shapes of q, k, v.
+/// gradient of out; dq, dk, dv take the gradients and have the shapes of q, k, v. dk and dv may
+/// both be f32 on the CPU, to be added to others before they are rounded.
 struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};

@@ -79,6 +79,9 @@ Wanted wanted(TensorType type, const ConstTensor& t, const Problem& p) {
   switch (type) {
     case TensorType::kInput:
       return {p.dtypes.q, "the dtype of q"};
+    case TensorType::kKeyGradient:
+      if (t.dtype == DType::kF32 && size_of(p.dtypes.q) == 2) return {t.dtype, ""};
+      return {p.dtypes.q, size_of(p.dtypes.q) == 2 ? "the dtype of q, or f32" : "the dtype of q"};
     case TensorType::kStatistics:
       return {p.lse_dtype(), "lse and dlse are f32, f64 where q is"};
     case TensorType::kF32:

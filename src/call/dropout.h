@@ -8,6 +8,13 @@
 
 namespace fulgur {
 
+/// The number of q head h of sequence b among all heads of all sequences: that of its random
+/// numbers.
+inline uint64_t dropout_head(const Problem& p, int64_t b, int64_t h) {
+  const Origin& o = p.origin;
+  return static_cast<uint64_t>(o == Origin{} ? b * p.hq + h : (o.batch + b) * o.heads + o.head + h);
+}
+
 /// The mask of a call whose tensors are in the host's memory: by rng_state where the call has one,
 /// as it is now, else by the run.
 template <class Args>

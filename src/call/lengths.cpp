@@ -88,7 +88,17 @@ int64_t Sequences::room_k(int64_t b) const {
   return std::min(p_->sk, (indptr_[b + 1] - indptr_[b]) * p_->cache.page);
 }
 
+Sequence whole_sequence(const Problem& p) {
+  Sequence s{0, 0, p.sq, p.sk};
+  if (p.origin == Origin{}) return s;
+  s.first_key = p.origin.key;
+  s.shift = p.origin.query - p.origin.key;
+  if (!p.mask.top_left) s.shift += (p.origin.keys - p.origin.queries) - (p.sk - p.sq);
+  return s;
+}
+
 Sequence Sequences::operator[](int64_t b) const {
+  if (p_->origin != Origin{}) return whole_sequence(*p_);
   Sequence s{0, 0, used_q_ == nullptr ? room_q(b) : used_q_[b],
              used_k_ == nullptr ? room_k(b) : used_k_[b]};
   if (cu_q_ != nullptr) s.q_begin = cu_q_[b];

@@ -10,9 +10,11 @@
 namespace fulgur {
 
 /// One sequence: its first row in q (0 unless packed), its first key among the rows that k has for
-/// it (among all where k is packed), and its lengths.
+/// it (among all where k is packed), and its lengths. Of a part of a longer sequence also how far
+/// diagonals lie after those of a whole one, and its first key in the longer one.
 struct Sequence {
   int64_t q_begin = 0, k_begin = 0, sq = 0, sk = 0;
+  int64_t shift = 0, first_key = 0;
   bool operator==(const Sequence&) const = default;
 };
 
@@ -45,6 +47,9 @@ class Sequences {
   const int32_t *cu_q_ = nullptr, *cu_k_ = nullptr, *used_q_ = nullptr, *used_k_ = nullptr;
   const int32_t *indptr_ = nullptr, *leftpad_ = nullptr;
 };
+
+/// The longest sequence of a problem; where all are alike, any of them.
+Sequence whole_sequence(const Problem& problem);
 
 /// Whether the host can read the lengths of a call, if it has any.
 template <class Args>

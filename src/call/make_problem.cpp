@@ -176,6 +176,32 @@ OperandTypes checked_dtypes(const ForwardArgs& args) {
   return {q, args.k.dtype, args.v.dtype, codes ? args.out.dtype : q};
 }
 
+/// The origin of a part of a larger call with all of its sizes, or one of zeros.
+Origin checked_origin(const Origin& given, const Problem& p) {
+  if (given == Origin{}) return given;
+  const char* const other = !p.alike() || p.cache.paged() || p.has(Arg::kCacheBatchIdx)
+                                ? "lengths or caches"
+                            : p.has(Arg::kTreeMask) ? "a tree_mask"
+                            : p.expressions.given() ? "expressions"
+                                                    : nullptr;
+  if (other != nullptr) fail("origin", "given with {}, want sequences of one length alone", other);
+  Origin o = given;
+  const auto complete = [](const char* first_name, int64_t first, const char* name, int64_t count,
+                           int64_t* all) {
+    if (first < 0) fail(first_name, "got {}, want >= 0", first);
+    if (*all == 0) *all = first + count;
+    if (*all < first + count) {
+      fail(name, "got {}, want at least {}, where this call ends", *all, first + count);
+    }
+  };
+  if (o.batch < 0) fail("origin.batch", "got {}, want >= 0", o.batch);
+  if (o.key % 4 != 0) fail("origin.key", "got {}, want a multiple of 4", o.key);
+  complete("origin.head", o.head, "origin.heads", p.hq, &o.heads);
+  complete("origin.query", o.query, "origin.queries", p.sq, &o.queries);
+  complete("origin.key", o.key, "origin.keys", p.sk, &o.keys);
+  return o;
+}
+
 /// What all passes have.
 template <class Args>
 Problem make_shared(const Args& args, const Options& options) {
@@ -255,6 +281,7 @@ Problem make_shared(const Args& args, const Options& options) {
   if (args.bias.given()) p.bias = checked_bias(args.bias, p);
   const bool backward = std::is_same_v<Args, BackwardArgs>;
   p.expressions = expression::Expressions(options, args.tensors, {p.device, backward});
+  p.origin = checked_origin(options.origin, p);
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
   p.max_workspace = options.max_workspace;
@@ -342,6 +369,10 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   p.dq = rows_layout(args.dq);
   p.dk = rows_layout(args.dk);
   p.dv_grad = rows_layout(args.dv);
+  if (args.dk.dtype != args.dv.dtype) {
+    fail("dv", "got {}, want {}, the dtype of dk", name_of(args.dv.dtype), name_of(args.dk.dtype));
+  }
+  p.f32_key_gradients = args.dk.dtype != p.dtypes.k;
   if (p.total_q == 0 && p.total_k == 0) drop_sequences(p);
   return p;
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "fulgur/error.h"
 
@@ -22,18 +23,19 @@ Mask window_around(const Mask& mask) {
 }
 
 int64_t diagonal_of(const Mask& mask, const Sequence& s, int64_t i) {
-  return mask.top_left ? i : i + s.sk - s.sq;
+  return (mask.top_left ? i : i + s.sk - s.sq) + s.shift;
 }
 
 KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i) {
-  const int64_t diagonal = diagonal_of(mask, s, i), longest = s.sq + s.sk;
+  const int64_t diagonal = diagonal_of(mask, s, i);
+  const int64_t longest = s.sq + s.sk + std::abs(s.shift) + s.first_key;
   // A window wider than the sequence is unbounded; the comparison also keeps the sums in range.
   const bool left = mask.left >= 0 && mask.left < longest;
   const bool right = mask.right >= 0 && mask.right < longest;
   KeyRange keys{left ? diagonal - mask.left : 0, right ? diagonal + mask.right + 1 : s.sk};
   if (mask.chunk > 0) {
     const int64_t chunk = std::min(mask.chunk, longest);
-    const int64_t inside = (diagonal % chunk + chunk) % chunk;
+    const int64_t inside = ((diagonal + s.first_key) % chunk + chunk) % chunk;
     keys.begin = std::max(keys.begin, diagonal - inside);
     keys.end = std::min(keys.end, diagonal - inside + chunk);
   }

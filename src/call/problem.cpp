@@ -53,7 +53,9 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     add(x->dtype, x->of_rows, x->groups, x->batch, x->row, x->head, x->group);
   }
   add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
-      p.max_workspace);
+      p.max_workspace, p.f32_key_gradients);
+  const Origin& o = p.origin;
+  add(o.batch, o.head, o.query, o.key, o.heads, o.queries, o.keys);
   return hash;
 }
 

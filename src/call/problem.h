@@ -96,7 +96,9 @@ struct Problem {
   expression::Expressions expressions;
   Scales q_descale, k_descale, v_descale, k_zero_point, v_zero_point;
   bool deterministic = false, invariant = false;
-  int64_t max_workspace = 0;  ///< bytes; 0: any number
+  bool f32_key_gradients = false;  ///< dk and dv are f32, whatever k and v are
+  Origin origin;                   ///< of a part of a larger call, with all sizes; else all 0
+  int64_t max_workspace = 0;       ///< bytes; 0: any number
 
   bool operator==(const Problem&) const = default;
 

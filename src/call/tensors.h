@@ -104,9 +104,10 @@ enum class TensorShape : uint8_t {
 };
 
 enum class TensorType : uint8_t {
-  kInput,       ///< the dtype of q
-  kStatistics,  ///< f32, f64 where q is
-  kSinkType,    ///< f32, or the dtype of q where that has 16 bits
+  kInput,        ///< the dtype of q
+  kKeyGradient,  ///< the dtype of q, or f32
+  kStatistics,   ///< f32, f64 where q is
+  kSinkType,     ///< f32, or the dtype of q where that has 16 bits
   kF32,
   kI32,
   kI64,
@@ -203,8 +204,8 @@ struct TensorRule {
   T(out, kOut, kRequired, kRead, kRowsOfOut, kInput, kDevice)              \
   T(lse, kLse, kRequired, kRead, kRowStatistics, kStatistics, kDevice)     \
   T(dq, kDq, kRequired, kWritten, kRowsOfQ, kInput, kDevice)               \
-  T(dk, kDk, kRequired, kWritten, kRowsOfK, kInput, kDevice)               \
-  T(dv, kDv, kRequired, kWritten, kRowsOfV, kInput, kDevice)               \
+  T(dk, kDk, kRequired, kWritten, kRowsOfK, kKeyGradient, kDevice)         \
+  T(dv, kDv, kRequired, kWritten, kRowsOfV, kKeyGradient, kDevice)         \
   T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
   T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \

@@ -42,8 +42,9 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
   plan.scratch = std::max(plan.scratch, k.decode_scratch(p, plan.decode_heads, rows));
   // The lengths are known when the plan runs; no sequence to decode has more keys than the longest,
   // but for chunks, of which that may have seen the first key alone.
-  const int64_t queries = std::min(p.sq, rows / p.group());
-  const KeyRange longest = decoded_keys(window_around(p.mask), {0, 0, queries, p.sk});
+  Sequence longest_decoded = whole_sequence(p);
+  longest_decoded.sq = std::min(p.sq, rows / p.group());
+  const KeyRange longest = decoded_keys(window_around(p.mask), longest_decoded);
   const int64_t max_keys =
       std::clamp<int64_t>(longest.end - longest.begin + kBc, 1, std::max<int64_t>(p.sk, 1));
   const int64_t runs = p.hk / plan.decode_heads, sequences = sequences_with_rows(p);
@@ -58,7 +59,7 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
 /// What blocks of so many rows take the thread that ends last, in rows times keys: the longest come
 /// first, and each packs its keys.
 double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t block_rows) {
-  const Sequence whole = {0, 0, p.sq, p.sk};
+  const Sequence whole = whole_sequence(p);
   const int64_t rows = p.group() * p.sq;
   std::vector<double> blocks;
   for (int64_t row = 0; row < rows; row += block_rows) {
@@ -117,7 +118,9 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
-  plan.decode_rows = p.expressions.given() ? 0 : k.decode_rows;
+  // A part of a longer sequence is computed as that is, whose bits it has.
+  const bool too_long = p.invariant && p.group() * p.origin.queries > k.decode_rows;
+  plan.decode_rows = p.expressions.given() || too_long ? 0 : k.decode_rows;
   // Packed sequences may be short with a long one, and so may those of seqused_q.
   const int64_t rows = p.group() * p.sq;
   const int64_t min_rows = p.packed || p.has(Arg::kSeqUsedQ) ? p.group() : rows;
@@ -131,7 +134,8 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
     rejected->push_back(p.expressions.given()
                             ? "decode split over keys: it computes no expressions"
                             : fmt::format("decode split over keys: {} rows a kv head, more than {}",
-                                          min_rows, plan.decode_rows));
+                                          too_long ? p.group() * p.origin.queries : min_rows,
+                                          k.decode_rows));
   }
 }
 

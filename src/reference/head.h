@@ -23,6 +23,12 @@ struct Dropout {
   kernels::DropoutMask mask{};
 };
 
+/// The place of a head's queries and keys in longer ones, of which they are a part.
+struct Part {
+  int64_t query = 0, key = 0;  ///< the first ones
+  int64_t shift = 0;           ///< how far diagonals lie after those of whole ones
+};
+
 class HeadExpressions;
 
 /// How a score is made from q.k: scale, then softcap * tanh(s / softcap), then ALiBi
@@ -39,6 +45,7 @@ struct Rule {
   uint64_t head_index = 0;                 // b * hq + h: the Philox stream of this head
   HeadBias bias = {};                      // its -inf hides keys
   HeadExpressions* expressions = nullptr;  // null: none
+  Part part = {};
 };
 
 /// One head, dense row-major: q [sq, d], k [sk, d], v [sk, dv]. sq and sk may be 0.

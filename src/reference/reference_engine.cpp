@@ -265,9 +265,10 @@ class Work {
                  .band = {p_.mask.left, p_.mask.right, p_.mask.chunk, p_.mask.top_left},
                  .tree = tree_words(p_, tree_mask_of(args_), b, s),
                  .dropout = {p_.dropout_p, dropout_},
-                 .head_index = static_cast<uint64_t>(b * p_.hq + h),
+                 .head_index = dropout_head(p_, b, h),
                  .bias = bias(b, h),
-                 .expressions = p_.expressions.given() ? expressions : nullptr}};
+                 .expressions = p_.expressions.given() ? expressions : nullptr,
+                 .part = {p_.origin.query, s.first_key, s.shift}}};
   }
 
   const Problem& p_;

@@ -61,15 +61,18 @@ inline Score score(const Head& h, int64_t i, int64_t j) {
 /// Alg. 4, line 14.
 class DropoutFactor {
  public:
-  explicit DropoutFactor(const Rule& rule) : dropout_(rule.dropout), head_index_(rule.head_index) {}
+  explicit DropoutFactor(const Rule& rule)
+      : dropout_(rule.dropout), head_index_(rule.head_index), part_(rule.part) {}
   double operator()(int64_t i, int64_t j, double x) const {
     if (dropout_.p == 0) return x;
-    return dropout_.mask.keeps(head_index_, i, j) ? x / (1 - dropout_.p) : 0;
+    const bool kept = dropout_.mask.keeps(head_index_, part_.query + i, part_.key + j);
+    return kept ? x / (1 - dropout_.p) : 0;
   }
 
  private:
   Dropout dropout_;
   uint64_t head_index_;
+  Part part_;
 };
 
 }  // namespace fulgur::reference

@@ -97,8 +97,14 @@ HWY_INLINE void store_gradients(int64_t jj, int64_t step, const V32 (&p)[2][2],
   }
 }
 
-/// P = exp(S - LSE) (line 11), dS = P o (dP - D) (line 14) of a tile that every row sees all of,
-/// where S is the product times `factor`. dP is in s.dS. n is even.
+/// P = exp(S - LSE) (line 11), dS = P o (dP - D) (line 14), where S is the product times `factor`.
+HWY_INLINE void plain_gradient(V32 product, V32 factor, V32 lse, V32 dP, V32 D, V32* p, V32* ds) {
+  // No P is above 1, as in probabilities().
+  *p = exp2_short(at_most(hn::Zero(F32()), hn::MulSub(product, factor, lse)));
+  *ds = hn::Mul(*p, hn::Sub(dP, D));
+}
+
+/// These of a tile that every row sees all of. dP is in s.dS. n is even.
 template <int kParts>
 HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, float factor,
                                const TileBackwardScratch<kParts>& s) {
@@ -114,10 +120,8 @@ HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, floa
     FULGUR_UNROLL for (int i = 0; i < 2; ++i) {
       FULGUR_UNROLL for (int v = 0; v < 2; ++v) {
         const int64_t at = (jj + i) * kTilePanelRows + v * kLanes;
-        // No P is above 1, as in probabilities().
-        const V32 x = hn::MulSub(hn::Load(f, s.P + at), c, lse[v]);
-        p[i][v] = exp2_short(at_most(hn::Zero(f), x));
-        ds[i][v] = hn::Mul(p[i][v], hn::Sub(hn::Load(f, s.dS + at), D[v]));
+        plain_gradient(hn::Load(f, s.P + at), c, lse[v], hn::Load(f, s.dS + at), D[v], &p[i][v],
+                       &ds[i][v]);
       }
     }
     store_gradients(jj, step, p, ds, s);
@@ -141,11 +145,33 @@ HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScrat
   }
 }
 
+/// The same of a tile of which rows may see a part: a row has the same bits whichever rows share
+/// its panel.
+template <int kParts>
+HWY_INLINE void plain_masked_gradients(const TilePanel& t, const KeyTile& tile, float factor,
+                                       const TileBackwardScratch<kParts>& s) {
+  const F32 f;
+  const Visible visible(t.panel.mask, 2, tile);
+  for (int64_t v = 0; v < 2; ++v) {
+    const V32 lse = hn::Load(f, t.lse2 + v * kLanes), D = hn::Load(f, t.D + v * kLanes);
+    for (int64_t jj = 0; jj < tile.n; ++jj) {
+      const int64_t at = jj * kTilePanelRows + v * kLanes;
+      V32 p, ds;
+      plain_gradient(hn::Load(f, s.P + at), hn::Set(f, factor), lse, hn::Load(f, s.dS + at), D, &p,
+                     &ds);
+      const auto seen = visible.mask(v, jj);
+      hn::Store(hn::IfThenElseZero(seen, p), f, s.P + at);
+      hn::Store(hn::IfThenElseZero(seen, ds), f, s.dS + at);
+    }
+  }
+}
+
 /// The gradients of a tile in f32, masked.
 template <int kParts>
 HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const KeyTile& tile,
-                                 const TileBackwardScratch<kParts>& s) {
+                                 bool plain, const TileBackwardScratch<kParts>& s) {
   const Problem& p = task.problem;
+  if (plain) return plain_masked_gradients(t, tile, query_factor(p), s);
   const int64_t n = tile.n, width = kTilePanelRows;
   scale_scores(n, width, query_factor(p), s.P);
   score_rule(p, t.panel, tile, s.P, width, s.slope);
@@ -320,7 +346,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         if (plain && !tile.partial && n == padded) {
           full_gradients(t, n, i, query_factor(p), s);
         } else {
-          masked_gradients(task, t, tile, s);
+          masked_gradients(task, t, tile, plain, s);
           if (tile.partial && !(t.finite && census.finite())) {
             add_visible_gradients(task, args, t, tile, s, key_begin, dqt);
             add_group(i);

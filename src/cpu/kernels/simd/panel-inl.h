@@ -6,6 +6,7 @@
 #define FULGUR_CPU_PANEL_INL_H_
 #endif
 
+#include "call/dropout.h"
 #include "cpu/kernels/simd/formats-inl.h"
 #include "cpu/kernels/simd/gemm-inl.h"
 #include "cpu/kernels/simd/kernels.h"
@@ -48,7 +49,9 @@ struct Panel {
   PanelMask mask;
   int64_t diagonal[kPanelRows];       ///< the key aligned with each query
   HWY_ALIGN float slope[kPanelRows];  ///< ALiBi, in log2 units
+  /// Those of dropout's random numbers: of each row, and of key 0.
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
+  int64_t dropout_key;
   int64_t bias_row[kPanelRows];   ///< where the bias of the row's keys begins
   int64_t dbias_row[kPanelRows];  ///< and where its gradient does
   const float* bias = nullptr;    ///< [n][width] of the tile at hand; null: 0
@@ -86,17 +89,18 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   const Problem& p = task.problem;
   panel->count = row_end - row_begin;
   panel->vectors = (panel->count + kLanes - 1) / kLanes;
+  panel->dropout_key = p.origin.key;
   panel->mask = PanelMask(p, task.s, tree_words(p, task.given.tree_mask, task.b, task.s));
   RowWalk row(task, row_begin);
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
     const int64_t i = row.query;
     if (lane < panel->count) panel->mask.set_row(lane, i);
-    const auto index = static_cast<uint64_t>(task.b * p.hq + row.head);
+    const uint64_t index = dropout_head(p, task.b, row.head);
     panel->diagonal[lane] = diagonal_of(p.mask, task.s, i);
     panel->slope[lane] = task.slope(row.head) * kLog2e;
     panel->bias_row[lane] = bias_offset(p.bias, task.b, row.head, i);
     panel->dbias_row[lane] = bias_offset(task.given.dbias.at, task.b, row.head, i);
-    panel->query[lane] = static_cast<uint32_t>(i);
+    panel->query[lane] = static_cast<uint32_t>(p.origin.query + i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);
     panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
     if (lane + 1 < panel->count) row.next();
@@ -122,7 +126,7 @@ HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const P
                      const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
                      float* HWY_RESTRICT second) {
   const F32 f;
-  const auto [j, n, partial] = tile;
+  const int64_t n = tile.n, j = panel.dropout_key + tile.j;
   const U32 u;
   const auto threshold = hn::Set(u, mask.threshold);
   const V32 kept = hn::Set(f, keep_scale);
