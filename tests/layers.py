@@ -19,6 +19,7 @@ GENERATED = "kernel_config.h"  # a plan's constants, which only device text incl
 MAX_UNITS = 16  # of a folder
 
 PUBLIC = "include/fulgur"
+PUBLIC_GROUPS = "include/fulgur/distributed"
 HOST_DEVICE = ["kernels/host_device"]
 SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
 CALL = [PUBLIC, "base", "expression", "call", *HOST_DEVICE]
@@ -30,7 +31,8 @@ SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
-    PUBLIC: [],
+    PUBLIC: [PUBLIC_GROUPS],
+    PUBLIC_GROUPS: [PUBLIC],
     "base": [PUBLIC, *HOST_DEVICE],
     "expression": [PUBLIC, "base"],
     "call": [PUBLIC, "base", "expression", *HOST_DEVICE],
@@ -50,6 +52,7 @@ FOLDERS = {
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
     "api": [*CALL, "engine", "plan"],
+    "distributed": [*CALL, PUBLIC_GROUPS],
     "kernels/host_device": [],
     "kernels/common": ATTENTION_KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],

@@ -4,6 +4,7 @@
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/details.h"
+#include "fulgur/distributed/plan.h"
 #include "fulgur/error.h"
 #include "fulgur/mask.h"
 #include "fulgur/merge.h"

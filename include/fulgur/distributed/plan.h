@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "fulgur/attention.h"
+#include "fulgur/distributed/group.h"
+#include "fulgur/export.h"
+
+/// Attention over sequences whose rows lie in several processes (docs/distributed.md).
+namespace fulgur {
+
+/// Which rows of the sequences a rank has. All cut sequences at multiples of 64 rows.
+enum class Sharding : uint8_t {
+  kContiguous,  ///< a run of rows each, for full masks and windows
+  kZigzag,      ///< of 2 N runs those r and 2 N - 1 - r, for causal masks
+  kByArea,      ///< runs so that all ranks have as many visible scores, for packed documents
+};
+
+/// How rows and heads are shared out.
+struct Distribution {
+  Sharding sharding = Sharding::kContiguous;
+  /// So many ranks side by side exchange heads for rows before they compute (Ulysses): each then
+  /// has a part of the heads of all their rows. It divides the ranks and the heads of k. 1: each
+  /// computes its own rows; all ranks: keys need not be gathered.
+  int head_ranks = 1;
+};
+
+/// The rows of a sequence that a rank has, in their order: for data loaders and position ids. Those
+/// of kByArea depend on the mask.
+FULGUR_API std::vector<int64_t> rows_of(Sharding sharding, int64_t length, int ranks, int rank,
+                                        const Mask& mask = causal());
+/// Of packed sequences, counted in all rows.
+FULGUR_API std::vector<int64_t> rows_of(Sharding sharding, std::span<const int32_t> cu_seqlens,
+                                        int ranks, int rank, const Mask& mask = causal());
+
+/// A call that all ranks compute together, decided once. Runs on CPUs; each takes memory of
+/// workspace_bytes().
+class FULGUR_API DistributedPlan {
+ public:
+  struct Impl;
+  explicit DistributedPlan(std::shared_ptr<const Impl> impl) : impl_(std::move(impl)) {}
+  /// Collective: all ranks run their plans of one call. The tensors must be as planned.
+  void run(const ForwardArgs& args, const Run& run = {}) const;
+  void run(const BackwardArgs& args, const Run& run = {}) const;
+  std::string explain() const;
+  int64_t workspace_bytes() const;
+
+ private:
+  std::shared_ptr<const Impl> impl_;
+};
+
+/// Collective: makes the plan of a call whose tensors hold the rows of this rank, as in one process
+/// else. Packed tensors have the cu_seqlens of whole sequences. Where ranks disagree, or one of
+/// them has a wrong argument, all throw the same error, which names the rank and the argument.
+///
+/// With `invariant` both passes have the bits of one process, whatever the number of ranks.
+/// Otherwise dk, dv and dsinks are sums of parts of all ranks, in their order and in f32, the same
+/// in every run with as many. Takes no caches, lengths in seqused, tree_mask, bias and expressions.
+/// `max_workspace` bounds workspace_bytes().
+FULGUR_API DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
+                                const Distribution& distribution);
+FULGUR_API DistributedPlan plan(const BackwardArgs& args, const Options& options,
+                                const Group& group, const Distribution& distribution);
+
+/// Collective: plan() and its run.
+FULGUR_API void forward(const ForwardArgs& args, const Options& options, const Group& group,
+                        const Distribution& distribution, const Run& run = {});
+FULGUR_API void backward(const BackwardArgs& args, const Options& options, const Group& group,
+                         const Distribution& distribution, const Run& run = {});
+
+}  // namespace fulgur

@@ -1,0 +1,181 @@
+#include "distributed/group.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <optional>
+#include <sstream>
+
+#include "base/check.h"
+#include "distributed/sockets.h"
+
+namespace fulgur {
+namespace {
+
+using distributed::Fields;
+using distributed::Transport;
+
+/// The caller's function.
+class Callback final : public Transport {
+ public:
+  explicit Callback(Exchange exchange) : exchange_(std::move(exchange)) {}
+  void exchange(std::span<const std::span<const std::byte>> sends,
+                std::span<const std::span<std::byte>> receives) override {
+    exchange_(sends, receives);
+  }
+  void abort(const std::string&) override {}
+
+ private:
+  Exchange exchange_;
+};
+
+/// A process alone.
+class Nobody final : public Transport {
+ public:
+  void exchange(std::span<const std::span<const std::byte>>,
+                std::span<const std::span<std::byte>>) override {}
+  void abort(const std::string&) override {}
+};
+
+void check_rank(int rank, int ranks) {
+  if (ranks < 1) fail("ranks", "got {}, want at least 1", ranks);
+  if (rank < 0 || rank >= ranks) fail("rank", "got {}, want 0 to {}", rank, ranks - 1);
+}
+
+/// A number of the environment.
+std::optional<int> number(const char* name) {
+  const char* const text = std::getenv(name);
+  if (text == nullptr) return std::nullopt;
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  if (*text == 0 || *end != 0 || value < 0 || value > 1 << 30) {
+    fail(name, "got \"{}\" in the environment, want a number", text);
+  }
+  return static_cast<int>(value);
+}
+
+}  // namespace
+
+Group Group::from_env(double deadline) {
+  // torchrun; Open MPI; MPICH and its relatives; srun.
+  constexpr std::pair<const char*, const char*> kNames[] = {
+      {"RANK", "WORLD_SIZE"},
+      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+      {"PMI_RANK", "PMI_SIZE"},
+      {"SLURM_PROCID", "SLURM_NTASKS"}};
+  for (const auto& names : kNames) {
+    const std::optional<int> rank = number(names.first), ranks = number(names.second);
+    if (!rank && !ranks) continue;
+    if (!rank || !ranks) {
+      fail(rank ? names.second : names.first, "not in the environment, want it with {}",
+           rank ? names.first : names.second);
+    }
+    const char* const host = std::getenv("MASTER_ADDR");
+    const std::optional<int> own = number("FULGUR_PORT"), other = number("MASTER_PORT");
+    const int port = own ? *own : other.value_or(29510) + 1;
+    return connect(*rank, *ranks, host != nullptr ? host : "127.0.0.1", port, deadline);
+  }
+  return connect(0, 1, "", 0, deadline);
+}
+
+Group Group::connect(int rank, int ranks, const std::string& host, int port, double deadline) {
+  check_rank(rank, ranks);
+  if (!(deadline > 0)) fail("deadline", "got {}, want a number of seconds > 0", deadline);
+  if (ranks == 1) return Group(std::make_shared<Impl>(0, 1, std::make_unique<Nobody>()));
+  return Group(std::make_shared<Impl>(
+      rank, ranks, distributed::connect_sockets(rank, ranks, host, port, deadline)));
+}
+
+Group Group::from_exchange(int rank, int ranks, Exchange exchange) {
+  check_rank(rank, ranks);
+  if (!exchange) fail("exchange", "not given");
+  return Group(
+      std::make_shared<Impl>(rank, ranks, std::make_unique<Callback>(std::move(exchange))));
+}
+
+int Group::rank() const { return impl_->rank; }
+int Group::size() const { return impl_->ranks; }
+std::string Group::dead() const { return impl_->dead(); }
+
+std::string Group::Impl::dead() const {
+  const std::lock_guard lock(state_);
+  return dead_;
+}
+
+void Group::Impl::exchange(std::span<const std::span<const std::byte>> sends,
+                           std::span<const std::span<std::byte>> receives) {
+  const std::lock_guard step(steps_);
+  if (const std::string why = dead(); !why.empty()) {
+    throw Error(Status::kUnavailable, fmt::format("group: it is dead, as {}; make a new one", why));
+  }
+  try {
+    transport_->exchange(sends, receives);
+  } catch (const std::exception& error) {
+    leave(error.what());
+    if (dynamic_cast<const Error*>(&error) != nullptr) throw;
+    throw Error(Status::kUnavailable, fmt::format("exchange: {}", error.what()));
+  }
+}
+
+void Group::Impl::leave(const std::string& why) {
+  const std::lock_guard lock(state_);
+  if (!dead_.empty()) return;
+  dead_ = why;
+  transport_->abort(why);
+}
+
+std::vector<std::string> Group::Impl::gather(const std::string& text) {
+  std::vector<std::string> all(ranks);
+  all[rank] = text;
+  std::vector<std::span<const std::byte>> sends(ranks);
+  std::vector<std::span<std::byte>> receives(ranks);
+  const uint64_t size = text.size();
+  std::vector<uint64_t> sizes(ranks);
+  const auto step = [&](const auto& mine, const auto& theirs) {
+    for (int r = 0; r < ranks; ++r) {
+      if (r == rank) continue;
+      sends[r] = std::as_bytes(mine);
+      receives[r] = std::as_writable_bytes(theirs(r));
+    }
+    exchange(sends, receives);
+  };
+  step(std::span(&size, 1), [&](int r) { return std::span(&sizes[r], 1); });
+  for (int r = 0; r < ranks; ++r) {
+    if (r != rank) all[r].resize(sizes[r]);
+  }
+  step(std::span(text), [&](int r) { return std::span(all[r]); });
+  return all;
+}
+
+std::vector<std::vector<int64_t>> Group::Impl::agree(const std::string& error, const Fields& fields,
+                                                     const std::vector<int64_t>& numbers) {
+  // A line each: the error, the numbers, then names and values.
+  std::string text = fmt::format("{}\n{}\n", error, fmt::join(numbers, " "));
+  for (const auto& [name, value] : fields) text += fmt::format("{}\n{}\n", name, value);
+  std::vector<std::vector<std::string>> lines(ranks);
+  const std::vector<std::string> texts = gather(text);
+  for (int r = 0; r < ranks; ++r) {
+    std::istringstream all(texts[r]);
+    for (std::string line; std::getline(all, line);) lines[r].push_back(line);
+    if (lines[r].size() >= 2 && lines[r][0].empty()) continue;
+    throw Error(Status::kInvalidArgument,
+                fmt::format("rank {}: {}", r, lines[r].empty() ? "got no answer" : lines[r][0]));
+  }
+  for (int r = 1; r < ranks; ++r) {
+    for (size_t i = 2; i + 1 < lines[0].size(); i += 2) {
+      const std::string& name = lines[0][i];
+      if (i + 1 >= lines[r].size() || lines[r][i] != name) {
+        fail("group", "rank {} runs another version of fulgur than rank 0", r);
+      }
+      if (lines[r][i + 1] == lines[0][i + 1]) continue;
+      fail(name.c_str(), "rank {} has {}, rank 0 has {}", r, lines[r][i + 1], lines[0][i + 1]);
+    }
+  }
+  std::vector<std::vector<int64_t>> all(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    std::istringstream line(lines[r][1]);
+    for (int64_t n; line >> n;) all[r].push_back(n);
+  }
+  return all;
+}
+
+}  // namespace fulgur

@@ -1,0 +1,721 @@
+// Attention over several processes: rows of ranks, the bits of one process, what is refused, and
+// what becomes of the others when one of them dies or hangs.
+#include <arpa/inet.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <barrier>
+#include <chrono>
+#include <csignal>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <numeric>
+#include <thread>
+
+#include "call/mask.h"
+#include "engines.h"
+#include "fulgur/distributed/plan.h"
+#include "oracle.h"
+
+namespace fulgur::test {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+// ------------------------------------------------------------------------------------- processes
+
+int free_port() {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in at{};
+  at.sin_family = AF_INET;
+  at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(at);
+  bind(fd, reinterpret_cast<sockaddr*>(&at), size);
+  getsockname(fd, reinterpret_cast<sockaddr*>(&at), &size);
+  close(fd);
+  return ntohs(at.sin_port);
+}
+
+/// Processes that each compute what `body` of their rank returns. The parent has had no threads.
+class Processes {
+ public:
+  Processes(int ranks, const std::function<Bytes(int rank)>& body) {
+    for (int rank = 0; rank < ranks; ++rank) {
+      int ends[2];
+      EXPECT_EQ(pipe(ends), 0);
+      const pid_t pid = fork();
+      if (pid == 0) {
+        close(ends[0]);
+        Bytes all;
+        try {
+          all = body(rank);
+        } catch (const std::exception& error) {
+          const std::string text = std::string("error: ") + error.what();
+          all.resize(text.size());
+          std::memcpy(all.data(), text.data(), text.size());
+        }
+        for (size_t done = 0; done < all.size();) {
+          const ssize_t n = ::write(ends[1], all.data() + done, all.size() - done);
+          if (n <= 0) break;
+          done += n;
+        }
+        _exit(0);
+      }
+      close(ends[1]);
+      pids_.push_back(pid);
+      pipes_.push_back(ends[0]);
+    }
+  }
+  ~Processes() {
+    for (const pid_t pid : pids_) {
+      kill(pid, SIGKILL);
+      waitpid(pid, nullptr, 0);
+    }
+    for (const int fd : pipes_) close(fd);
+  }
+  /// What a rank returned: of one that was killed nothing.
+  Bytes result(int rank) {
+    Bytes all;
+    std::byte some[4096];
+    for (ssize_t n = 0; (n = ::read(pipes_[rank], some, sizeof(some))) > 0;) {
+      all.insert(all.end(), some, some + n);
+    }
+    return all;
+  }
+  std::string text(int rank) {
+    const Bytes all = result(rank);
+    return {reinterpret_cast<const char*>(all.data()), all.size()};
+  }
+
+ private:
+  std::vector<pid_t> pids_;
+  std::vector<int> pipes_;
+};
+
+Bytes bytes_of(const std::string& text) {
+  Bytes all(text.size());
+  std::memcpy(all.data(), text.data(), text.size());
+  return all;
+}
+
+// --------------------------------------------------------------------------------- rows of tensors
+
+/// A tensor of some indices of a dimension of another one.
+struct Taken {
+  Bytes memory;
+  Tensor tensor;
+};
+
+/// Calls visit(element of `from`, element of `to`) for the elements that `to` has of `from`.
+template <class Visit>
+void each_pair(const Tensor& from, const Tensor& to, int dim, const std::vector<int64_t>& rows,
+               const Visit& visit) {
+  const int64_t size = size_of(from.dtype);
+  for (int64_t n = 0; n < to.numel(); ++n) {
+    int64_t rest = n, at_from = 0, at_to = 0;
+    for (int i = to.rank - 1; i >= 0; --i) {
+      const int64_t index = rest % to.shape[i];
+      rest /= to.shape[i];
+      at_to += index * to.strides[i];
+      at_from += (i == dim ? rows[index] : index) * from.strides[i];
+    }
+    visit(static_cast<std::byte*>(from.data) + at_from * size,
+          static_cast<std::byte*>(to.data) + at_to * size);
+  }
+}
+
+Taken take(const Tensor& from, int dim, const std::vector<int64_t>& rows) {
+  Taken taken;
+  std::vector<int64_t> shape(from.shape.begin(), from.shape.begin() + from.rank);
+  shape[dim] = static_cast<int64_t>(rows.size());
+  const int64_t elements =
+      std::accumulate(shape.begin(), shape.end(), int64_t{1}, std::multiplies());
+  taken.memory.resize(elements * size_of(from.dtype) + 1);
+  taken.tensor = Tensor::contiguous(taken.memory.data(), from.dtype, shape);
+  const int64_t size = size_of(from.dtype);
+  each_pair(from, taken.tensor, dim, rows,
+            [&](std::byte* x, std::byte* y) { std::memcpy(y, x, size); });
+  return taken;
+}
+
+// -------------------------------------------------------------------------------------- workloads
+
+struct Problem {
+  Case c;
+  Distribution distribution;
+  std::vector<Rows> lengths = {};  // packed
+};
+
+/// A workload and how its rows are shared out.
+struct Shared {
+  const Problem& problem;
+  Workload& w;
+
+  std::vector<int64_t> rows(bool of_q, int ranks, int rank) const {
+    const Case& c = problem.c;
+    if (!c.packed()) {
+      return rows_of(problem.distribution.sharding, of_q ? c.sq : c.sk, ranks, rank, c.mask);
+    }
+    const Tensor& cu = of_q ? w.forward.cu_seqlens_q : w.forward.cu_seqlens_k;
+    const auto* const ends = static_cast<const int32_t*>(cu.data);
+    return rows_of(problem.distribution.sharding, {ends, static_cast<size_t>(cu.shape[0])}, ranks,
+                   rank, c.mask);
+  }
+  int row_dim() const { return problem.c.packed() ? 0 : 1; }
+  int lse_dim() const { return problem.c.packed() ? 1 : 2; }
+
+  /// The outputs, with the dimension of their rows.
+  std::vector<std::tuple<Tensor, int, bool>> outputs() const {
+    return {{w.forward.out, row_dim(), true},
+            {w.forward.lse, lse_dim(), true},
+            {w.backward.dq, row_dim(), true},
+            {w.backward.dk, row_dim(), false},
+            {w.backward.dv, row_dim(), false}};
+  }
+};
+
+/// Both passes of a rank: the bytes of its outputs, one after the other, and of dsinks.
+Bytes compute_rank(const Shared& s, const Group& group) {
+  const std::vector<int64_t> q_rows = s.rows(true, group.size(), group.rank());
+  const std::vector<int64_t> k_rows = s.rows(false, group.size(), group.rank());
+  std::deque<Taken> memory;
+  ForwardTensors f = s.w.forward;
+  BackwardTensors g = s.w.backward;
+  std::map<void*, Tensor> local;
+  const auto own = [&](Tensor& t, int dim, const std::vector<int64_t>& rows) {
+    if (!t.given()) return;
+    const auto [at, fresh] = local.try_emplace(t.data);
+    if (fresh) {
+      memory.push_back(take(t, dim, rows));
+      at->second = memory.back().tensor;
+    }
+    t = at->second;
+  };
+  for (Tensor* t : {&f.q, &f.out, &g.q, &g.out, &g.dout, &g.dq}) own(*t, s.row_dim(), q_rows);
+  for (Tensor* t : {&f.k, &f.v, &g.k, &g.v, &g.dk, &g.dv}) own(*t, s.row_dim(), k_rows);
+  for (Tensor* t : {&f.lse, &g.lse, &g.dlse}) own(*t, s.lse_dim(), q_rows);
+  Options options = s.w.options;
+  options.threads = 1;
+  options.max_seqlen_q = options.max_seqlen_k = 0;
+  forward(f, options, group, s.problem.distribution, s.w.run_options);
+  backward(g, options, group, s.problem.distribution, s.w.run_options);
+  Bytes all;
+  for (const Tensor* t : {&f.out, &f.lse, &g.dq, &g.dk, &g.dv}) {
+    const Bytes its = bits(*t);
+    all.insert(all.end(), its.begin(), its.end());
+  }
+  if (g.dsinks.given()) {
+    const Bytes its = bits(g.dsinks);
+    all.insert(all.end(), its.begin(), its.end());
+  }
+  return all;
+}
+
+/// Writes the outputs of a rank to their rows.
+testing::AssertionResult put(const Shared& s, int ranks, int rank, const Bytes& bytes) {
+  size_t at = 0;
+  for (const auto& [to, dim, of_q] : s.outputs()) {
+    Taken taken = take(to, dim, s.rows(of_q, ranks, rank));
+    const size_t size = taken.tensor.numel() * size_of(to.dtype);
+    if (at + size > bytes.size()) {
+      return testing::AssertionFailure()
+             << "rank " << rank << ": "
+             << std::string(reinterpret_cast<const char*>(bytes.data()), bytes.size());
+    }
+    std::copy_n(bytes.begin() + at, size, taken.memory.begin());
+    at += size;
+    const int64_t element = size_of(to.dtype);
+    each_pair(to, taken.tensor, dim, s.rows(of_q, ranks, rank),
+              [&](std::byte* x, std::byte* y) { std::memcpy(x, y, element); });
+  }
+  if (s.w.backward.dsinks.given()) {
+    std::memcpy(s.w.backward.dsinks.data, bytes.data() + at, bytes.size() - at);
+  }
+  return testing::AssertionSuccess();
+}
+
+std::vector<Bytes> all_bits(const Workload& w) {
+  std::vector<Bytes> all = {bits(w.forward.out), bits(w.forward.lse), bits(w.backward.dq),
+                            bits(w.backward.dk), bits(w.backward.dv)};
+  if (w.c.sinks) all.push_back(bits(w.backward.dsinks));
+  return all;
+}
+
+/// All ranks, each a process, into the workload's outputs.
+void compute_by(int ranks, const Shared& s) {
+  s.w.seal();
+  const int port = free_port();
+  Processes processes(ranks, [&](int rank) {
+    return compute_rank(s, Group::connect(rank, ranks, "127.0.0.1", port, 60));
+  });
+  // Rows of no sequence are nobody's.
+  for (const Tensor* t :
+       {&s.w.forward.out, &s.w.forward.lse, &s.w.backward.dq, &s.w.backward.dk, &s.w.backward.dv}) {
+    if (s.problem.c.packed()) write(*t, std::vector<double>(t->numel(), 0.0));
+  }
+  for (int rank = 0; rank < ranks; ++rank) {
+    ASSERT_TRUE(put(s, ranks, rank, processes.result(rank)));
+  }
+}
+
+std::vector<Problem> problems() {
+  const std::vector<Rows> documents = {{0, 0, 200, 200},
+                                       {200, 200, 1, 1},
+                                       {201, 201, 0, 0},
+                                       {201, 201, 130, 130},
+                                       {331, 331, 300, 300}};
+  return {
+      {{.dtype = DType::kF32,
+        .batch = 2,
+        .sq = 600,
+        .sk = 600,
+        .hq = 4,
+        .hk = 2,
+        .d = 32,
+        .dv = 48,
+        .mask = causal(),
+        .dlse = true},
+       {Sharding::kZigzag}},
+      {{.dtype = DType::kBF16,
+        .sq = 530,
+        .sk = 530,
+        .hq = 4,
+        .hk = 4,
+        .d = 64,
+        .dv = 64,
+        .mask = window(100, 30),
+        .alibi = Alibi::kBatchHeads,
+        .dropout = 0.2},
+       {Sharding::kContiguous}},
+      {{.dtype = DType::kF16,
+        .batch = 5,
+        .sq = 300,
+        .sk = 300,
+        .hq = 4,
+        .hk = 2,
+        .d = 32,
+        .dv = 32,
+        .mask = causal(),
+        .layout = Layout::kPacked,
+        .softcap = 8,
+        .dropout = 0.1,
+        .dlse = true,
+        .sinks = true},
+       {Sharding::kByArea},
+       documents},
+      {{.dtype = DType::kF32,
+        .batch = 2,
+        .sq = 200,
+        .sk = 330,
+        .hq = 2,
+        .hk = 1,
+        .d = 40,
+        .dv = 40,
+        .sinks = true},
+       {Sharding::kContiguous}},
+      {{.dtype = DType::kBF16,
+        .sq = 400,
+        .sk = 500,
+        .hq = 4,
+        .hk = 1,
+        .d = 64,
+        .dv = 32,
+        .mask = chunked(150, causal()),
+        .alibi = Alibi::kHeads,
+        .dropout = 0.3},
+       {Sharding::kZigzag}},
+      {{.dtype = DType::kF64,
+        .sq = 150,
+        .sk = 150,
+        .hq = 2,
+        .hk = 2,
+        .d = 16,
+        .dv = 16,
+        .mask = top_left(causal())},
+       {Sharding::kZigzag}},
+  };
+}
+
+// Any number of processes gives the bits of one device.
+TEST(Distributed, InvariantToRanks) {
+  for (const Problem& problem : problems()) {
+    SCOPED_TRACE(problem.c.name());
+    Workload w(problem.c, 1, problem.lengths);
+    w.options.threads = 1;
+    w.options.invariant = true;
+    const Shared s{problem, w};
+    if (problem.c.packed()) {
+      for (const auto& [t, dim, of_q] : s.outputs()) write(t, std::vector<double>(t.numel(), 0.0));
+    }
+    w.run();
+    std::vector<Bytes> want;
+    for (const auto& [t, dim, of_q] : s.outputs()) {
+      // Of packed tensors the rows of sequences.
+      want.push_back(bits(take(t, dim, s.rows(of_q, 1, 0)).tensor));
+    }
+    const Bytes dsinks = w.c.sinks ? bits(w.backward.dsinks) : Bytes();
+    for (const int ranks : {1, 2, 3, 4, 8}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks");
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, s));
+      size_t i = 0;
+      for (const auto& [t, dim, of_q] : s.outputs()) {
+        EXPECT_EQ(bits(take(t, dim, s.rows(of_q, 1, 0)).tensor) == want[i], true) << "output " << i;
+        ++i;
+      }
+      if (w.c.sinks) {
+        EXPECT_EQ(bits(w.backward.dsinks), dsinks);
+      }
+    }
+  }
+}
+
+// Ranks that exchange heads for rows, all of them or those of a node.
+TEST(Distributed, RanksThatShareOutHeads) {
+  Problem problem{{.dtype = DType::kBF16,
+                   .batch = 2,
+                   .sq = 300,
+                   .sk = 300,
+                   .hq = 8,
+                   .hk = 4,
+                   .d = 32,
+                   .dv = 32,
+                   .mask = causal(),
+                   .alibi = Alibi::kHeads,
+                   .dropout = 0.2,
+                   .sinks = true},
+                  {}};
+  Workload w(problem.c, 2);
+  w.options.threads = 1;
+  const Expected e = expect(w);
+  for (const bool invariant : {true, false}) {
+    w.options.invariant = invariant;
+    w.run();
+    const auto want = all_bits(w);
+    for (const auto& [ranks, head_ranks] : {std::pair{4, 4}, {4, 2}, {2, 2}, {8, 4}}) {
+      SCOPED_TRACE(testing::Message() << head_ranks << " of " << ranks << " share out heads");
+      problem.distribution = {head_ranks == ranks ? Sharding::kContiguous : Sharding::kZigzag,
+                              head_ranks};
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, {problem, w}));
+      if (invariant) {
+        EXPECT_EQ(all_bits(w) == want, true);
+      }
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(backward_is_right(w, e));
+    }
+  }
+}
+
+// Without `invariant` gradients are sums of parts: as right, and the same in every run.
+TEST(Distributed, FastGradients) {
+  for (const Problem& problem : problems()) {
+    if (problem.c.packed()) continue;  // the oracle knows rows of no sequence, too
+    SCOPED_TRACE(problem.c.name());
+    Workload w(problem.c, 3);
+    w.options.threads = 1;
+    w.run();
+    const Expected e = expect(w);
+    for (const int ranks : {2, 3}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks");
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, {problem, w}));
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(backward_is_right(w, e));
+      const auto first = all_bits(w);
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, {problem, w}));
+      EXPECT_EQ(all_bits(w) == first, true);
+    }
+  }
+}
+
+// ------------------------------------------------------------------------------------------- rows
+
+TEST(RowsOf, CoverAllOnceAndShareOutEvenly) {
+  const auto area = [](const std::vector<int64_t>& rows, int64_t length) {
+    double sum = 0;
+    for (const int64_t row : rows) {
+      const auto keys = visible_keys(causal(), {0, 0, length, length}, row);
+      sum += static_cast<double>(keys.end - keys.begin);
+    }
+    return sum;
+  };
+  for (const Sharding sharding : {Sharding::kContiguous, Sharding::kZigzag, Sharding::kByArea}) {
+    for (const int64_t length : {0, 1, 64, 100, 1000, 8192}) {
+      for (const int ranks : {1, 2, 3, 4, 8, 1000}) {
+        std::vector<int> seen(length);
+        double most = 0, all = 0;
+        for (int rank = 0; rank < ranks; ++rank) {
+          const auto rows = rows_of(sharding, length, ranks, rank);
+          ASSERT_TRUE(std::ranges::is_sorted(rows));
+          for (size_t i = 0; i < rows.size(); ++i) {
+            ++seen[rows[i]];
+            if (i == 0 || rows[i] != rows[i - 1] + 1) {
+              ASSERT_EQ(rows[i] % 64, 0);
+            }
+          }
+          most = std::max(most, area(rows, length));
+          all += area(rows, length);
+        }
+        ASSERT_TRUE(std::ranges::all_of(seen, [](int n) { return n == 1; })) << length << " rows";
+        if (sharding != Sharding::kContiguous && length == 8192 && ranks <= 8) {
+          EXPECT_LE(most * ranks, 1.13 * all) << ranks << " ranks";
+        }
+      }
+    }
+  }
+}
+
+TEST(RowsOf, DocumentsByArea) {
+  const std::vector<int32_t> cu = {5, 3000, 3001, 3001, 9000, 9700, 16389};
+  std::vector<double> load;
+  std::vector<int> seen(cu.back());
+  for (int rank = 0; rank < 4; ++rank) {
+    load.push_back(0);
+    for (const int64_t row : rows_of(Sharding::kByArea, cu, 4, rank)) {
+      ++seen[row];
+      const auto next = std::ranges::upper_bound(cu, static_cast<int32_t>(row));
+      load.back() += static_cast<double>(row - *(next - 1) + 1);
+    }
+  }
+  for (size_t row = 0; row < seen.size(); ++row) ASSERT_EQ(seen[row], row >= 5 ? 1 : 0);
+  EXPECT_LE(*std::ranges::max_element(load), 1.1 * *std::ranges::min_element(load));
+}
+
+TEST(RowsOf, Errors) {
+  const auto says = [](auto... args) {
+    return message_of([&] { rows_of(Sharding::kZigzag, args...); });
+  };
+  EXPECT_EQ(says(int64_t{64}, 0, 0), "ranks: got 0, want at least 1");
+  EXPECT_EQ(says(int64_t{64}, 2, 2), "rank: got 2, want 0 to 1");
+  EXPECT_EQ(says(int64_t{-1}, 2, 0), "length: got -1, want >= 0");
+  EXPECT_EQ(says(std::vector<int32_t>{0, 5, 3}, 2, 0),
+            "cu_seqlens: decreases, want non-decreasing");
+}
+
+// ----------------------------------------------------------------------------------------- errors
+
+struct Wrong {
+  const char* message;
+  std::function<void(ForwardTensors&, Options&, Distribution&)> change;
+};
+
+// What is wrong on one rank alone is said on all of them, and the group goes on.
+TEST(DistributedErrors, NameTheRankAndTheArgument) {
+  const Problem problem{{.dtype = DType::kF32,
+                         .sq = 256,
+                         .sk = 256,
+                         .hq = 4,
+                         .hk = 2,
+                         .d = 16,
+                         .dv = 16,
+                         .mask = causal()},
+                        {Sharding::kZigzag}};
+  const auto cut = [](Tensor& t, int dim, int64_t size) { t.shape[dim] = size; };
+  const std::vector<Wrong> all = {
+      {"q: rank 1 has f32, 4 heads of 8 columns in a batch of 1, rank 0 has f32, 4 heads of 16 "
+       "columns in a batch of 1",
+       [&](auto& f, auto&, auto&) { cut(f.q, 3, 8), cut(f.k, 3, 8); }},
+      {"q: rank 1 has f32, 2 heads of 16 columns in a batch of 1, rank 0 has f32, 4 heads of 16 "
+       "columns in a batch of 1",
+       [&](auto& f, auto&, auto&) { cut(f.q, 2, 2), cut(f.out, 2, 2), cut(f.lse, 1, 2); }},
+      {"k: rank 1 has f32, 1 heads of 16 columns in a batch of 1, rank 0 has f32, 2 heads of 16 "
+       "columns in a batch of 1",
+       [&](auto& f, auto&, auto&) { cut(f.k, 2, 1), cut(f.v, 2, 1); }},
+      {"q: ranks have 128, 64 rows, want 64, 128 of the 192 (zigzag)",
+       [&](auto& f, auto&, auto&) { cut(f.q, 1, 64), cut(f.out, 1, 64), cut(f.lse, 2, 64); }},
+      {"rank 1: v: got shape (1, 64, 2, 16), want (1, 128, 2, 16) = (batch, sk, hk, dv)",
+       [&](auto& f, auto&, auto&) { cut(f.v, 1, 64); }},
+      {"rank 1: k: not given, want 4 dimensions (batch, seqlen, heads, dim)",
+       [](auto& f, auto&, auto&) { f.k = {}; }},
+      {"lse: rank 1 has none, rank 0 has f32", [](auto& f, auto&, auto&) { f.lse = {}; }},
+      {"rank 1: seqused_q: given with a group, which takes none",
+       [](auto& f, auto&, auto&) { f.seqused_q = f.q; }},
+      {"window_right: rank 1 has -1, rank 0 has 0", [](auto&, auto& o, auto&) { o.mask = full(); }},
+      {"window_left: rank 1 has 9, rank 0 has -1", [](auto&, auto& o, auto&) { o.mask.left = 9; }},
+      {"chunk: rank 1 has 8, rank 0 has 0", [](auto&, auto& o, auto&) { o.mask.chunk = 8; }},
+      {"top_left: rank 1 has true, rank 0 has false",
+       [](auto&, auto& o, auto&) { o.mask.top_left = true; }},
+      {"scale: rank 1 has 2, rank 0 has 0.25", [](auto&, auto& o, auto&) { o.scale = 2; }},
+      {"softcap: rank 1 has 3, rank 0 has 0", [](auto&, auto& o, auto&) { o.softcap = 3; }},
+      {"dropout_p: rank 1 has 0.5, rank 0 has 0", [](auto&, auto& o, auto&) { o.dropout_p = 0.5; }},
+      {"invariant: rank 1 has true, rank 0 has false",
+       [](auto&, auto& o, auto&) { o.invariant = true; }},
+      {"max_workspace: rank 1 has 1000000000, rank 0 has 0",
+       [](auto&, auto& o, auto&) { o.max_workspace = 1000000000; }},
+      {"rank 1: softcap: got -1, want a finite number >= 0 (0 = off)",
+       [](auto&, auto& o, auto&) { o.softcap = -1; }},
+      {"rank 1: origin: given with a group, which sets it",
+       [](auto&, auto& o, auto&) { o.origin.query = 64; }},
+      {"sharding: rank 1 has contiguous, rank 0 has zigzag",
+       [](auto&, auto&, auto& d) { d.sharding = Sharding::kContiguous; }},
+      {"head_ranks: rank 1 has 2, rank 0 has 1", [](auto&, auto&, auto& d) { d.head_ranks = 2; }},
+      {"rank 1: head_ranks: got 3, want a divisor of the 2 ranks and of the 2 heads of k",
+       [](auto&, auto&, auto& d) { d.head_ranks = 3; }},
+  };
+  Workload w(problem.c, 1);
+  const Shared s{problem, w};
+  const int port = free_port();
+  Processes processes(2, [&](int rank) {
+    const Group group = Group::connect(rank, 2, "127.0.0.1", port, 60);
+    const std::vector<int64_t> rows = s.rows(true, 2, rank);
+    std::string said;
+    for (size_t i = 0; i <= all.size(); ++i) {
+      ForwardTensors f = w.forward;
+      std::deque<Taken> memory;
+      for (Tensor* t : {&f.q, &f.k, &f.v, &f.out}) {
+        memory.push_back(take(*t, 1, rows));
+        *t = memory.back().tensor;
+      }
+      memory.push_back(take(f.lse, 2, rows));
+      f.lse = memory.back().tensor;
+      Options options = w.options;
+      options.threads = 1;
+      Distribution distribution = problem.distribution;
+      if (rank == 1 && i < all.size()) all[i].change(f, options, distribution);
+      said += message_of([&] { forward(f, options, group, distribution); }) + "\n";
+    }
+    return bytes_of(said);
+  });
+  std::string want;
+  for (const Wrong& wrong : all) want += std::string(wrong.message) + "\n";
+  want += "\n";  // the group goes on
+  EXPECT_EQ(processes.text(0), want);
+  EXPECT_EQ(processes.text(1), want);
+}
+
+TEST(DistributedErrors, Groups) {
+  EXPECT_EQ(message_of([] { Group::connect(2, 2, "127.0.0.1", 1); }), "rank: got 2, want 0 to 1");
+  EXPECT_EQ(message_of([] { Group::connect(0, 0, "127.0.0.1", 1); }),
+            "ranks: got 0, want at least 1");
+  EXPECT_EQ(message_of([] { Group::connect(0, 2, "127.0.0.1", 1, 0); }),
+            "deadline: got 0, want a number of seconds > 0");
+  EXPECT_EQ(message_of([] { Group::from_exchange(0, 1, {}); }), "exchange: not given");
+  const int port = free_port();
+  EXPECT_EQ(message_of([&] { Group::connect(0, 2, "127.0.0.1", port, 0.1); }),
+            "rank 1 did not come within the deadline");
+  EXPECT_EQ(message_of([&] { Group::connect(1, 2, "127.0.0.1", port, 0.1); }),
+            fmt::format("rank 0 at 127.0.0.1:{} cannot be reached: Connection refused", port));
+}
+
+TEST(Distributed, GroupOfTheEnvironment) {
+  const int port = free_port();
+  const std::pair<const char*, const char*> names[] = {
+      {"RANK", "WORLD_SIZE"},
+      {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+      {"SLURM_PROCID", "SLURM_NTASKS"}};
+  for (const auto& [rank_name, size_name] : names) {
+    Processes processes(2, [&, rank_name = rank_name, size_name = size_name](int rank) {
+      setenv(rank_name, std::to_string(rank).c_str(), 1);
+      setenv(size_name, "2", 1);
+      setenv("FULGUR_PORT", std::to_string(port).c_str(), 1);
+      const Group group = Group::from_env(60);
+      return bytes_of(fmt::format("{} of {}", group.rank(), group.size()));
+    });
+    EXPECT_EQ(processes.text(0), "0 of 2");
+    EXPECT_EQ(processes.text(1), "1 of 2");
+  }
+  EXPECT_EQ(Group::from_env().size(), 1);
+}
+
+// Whoever has a way to exchange bytes has a group.
+TEST(Distributed, ExchangeByTheCaller) {
+  const Problem problem{{.dtype = DType::kF32,
+                         .sq = 200,
+                         .sk = 200,
+                         .hq = 2,
+                         .hk = 2,
+                         .d = 16,
+                         .dv = 16,
+                         .mask = causal()},
+                        {Sharding::kZigzag}};
+  constexpr int kRanks = 3;
+  Workload w(problem.c, 4);
+  w.options.threads = 1;
+  w.options.invariant = true;
+  w.run();
+  const auto want = all_bits(w);
+  w.seal();
+  const Shared s{problem, w};
+  std::barrier<> meeting(kRanks);
+  std::span<const std::span<const std::byte>> said[kRanks];
+  std::vector<Bytes> results(kRanks);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    threads.emplace_back([&, rank] {
+      const Group group = Group::from_exchange(rank, kRanks, [&, rank](auto sends, auto receives) {
+        said[rank] = sends;
+        meeting.arrive_and_wait();
+        for (int r = 0; r < kRanks; ++r) {
+          if (r == rank) continue;
+          std::memcpy(receives[r].data(), said[r][rank].data(), receives[r].size());
+        }
+        meeting.arrive_and_wait();
+      });
+      results[rank] = compute_rank(s, group);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (int rank = 0; rank < kRanks; ++rank) ASSERT_TRUE(put(s, kRanks, rank, results[rank]));
+  EXPECT_EQ(all_bits(w) == want, true);
+}
+
+// --------------------------------------------------------------------------------------- failures
+
+/// Ranks that compute until an error, which they return with what the group says afterwards; rank 1
+/// gets a signal after a while.
+std::vector<std::string> after_signal(int signal, int milliseconds, double deadline) {
+  const Problem problem{{.dtype = DType::kF32,
+                         .sq = 512,
+                         .sk = 512,
+                         .hq = 4,
+                         .hk = 4,
+                         .d = 32,
+                         .dv = 32,
+                         .mask = causal()},
+                        {Sharding::kZigzag}};
+  Workload w(problem.c, 5);
+  const Shared s{problem, w};
+  const int port = free_port();
+  constexpr int kRanks = 3;
+  Processes processes(kRanks, [&](int rank) {
+    const Group group = Group::connect(rank, kRanks, "127.0.0.1", port, deadline);
+    std::thread killer;
+    if (rank == 1) {
+      killer = std::thread([=] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds));
+        kill(getpid(), signal);
+      });
+    }
+    const auto error_of_a_call = [&] { return message_of([&] { compute_rank(s, group); }); };
+    std::string error;
+    while (error.empty()) error = error_of_a_call();
+    return bytes_of(fmt::format("{}|{}|{}", error, group.dead(), error_of_a_call()));
+  });
+  return {processes.text(0), processes.text(2)};
+}
+
+TEST(DistributedFailures, ARankThatIsKilled) {
+  for (const int milliseconds : {0, 3, 20, 35, 70}) {
+    const auto before = std::chrono::steady_clock::now();
+    for (const std::string& text : after_signal(SIGKILL, milliseconds, 60)) {
+      EXPECT_EQ(text, "rank 1 left|rank 1 left|group: it is dead, as rank 1 left; make a new one");
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(20));
+  }
+}
+
+TEST(DistributedFailures, ARankThatHangs) {
+  for (const std::string& text : after_signal(SIGSTOP, 30, 1)) {
+    EXPECT_EQ(
+        text,
+        "rank 1 made no step for 1 s|rank 1 made no step for 1 s|group: it is dead, as rank 1 "
+        "made no step for 1 s; make a new one");
+  }
+}
+
+}  // namespace
+}  // namespace fulgur::test
