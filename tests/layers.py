@@ -51,7 +51,7 @@ FOLDERS = {
     "cuda/portable": [*CUDA_COMMON, "cuda/common", "kernels/portable/forward", "kernels/portable/backward"],
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
-    "api": [*CALL, "engine", "plan"],
+    "api": [*CALL, "engine", "plan", PUBLIC_GROUPS],
     "distributed": [*CALL, PUBLIC_GROUPS],
     "kernels/host_device": [],
     "kernels/common": ATTENTION_KERNEL,

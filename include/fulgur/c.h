@@ -340,6 +340,64 @@ FULGUR_API fulgur_status fulgur_quantize(const fulgur_quantize_args* args,
 FULGUR_API fulgur_status fulgur_dequantize(const fulgur_quantize_args* args,
                                            const fulgur_options* options);
 
+// Attention over sequences whose rows lie in several processes, on CPUs
+// (fulgur/distributed/plan.h). All ranks make the same calls of a group in one order.
+// FULGUR_UNAVAILABLE where a rank has left or hangs, from then on.
+
+/// Which rows a rank has (fulgur::Sharding).
+typedef enum fulgur_sharding {
+  FULGUR_ROWS_CONTIGUOUS = 0,
+  FULGUR_ROWS_ZIGZAG = 1,
+  FULGUR_ROWS_BY_AREA = 2
+} fulgur_sharding;
+
+/// How rows and heads are shared out (fulgur::Distribution).
+typedef struct fulgur_distribution {
+  size_t struct_size;  ///< sizeof(fulgur_distribution)
+  int sharding;        ///< a fulgur_sharding
+  int head_ranks;      ///< ranks that exchange heads for rows; 1: none
+} fulgur_distribution;
+
+/// `rows` <- as many as fit of the rows of a sequence that a rank has, `*count` <- how many there
+/// are; both may be null. Of `options` it takes the mask, null = causal.
+FULGUR_API fulgur_status fulgur_rows_of(int sharding, int64_t length, int ranks, int rank,
+                                        const fulgur_options* options, int64_t* rows, size_t size,
+                                        size_t* count);
+
+/// The processes that compute together (fulgur::Group).
+typedef struct fulgur_group fulgur_group;
+
+/// A step of all ranks (fulgur::Exchange): sends[r], of send_bytes[r] bytes, goes to rank r, and
+/// receives[r] comes from there. Any result but 0 is the end of the group.
+typedef int (*fulgur_exchange)(void* context, const void* const* sends, const size_t* send_bytes,
+                               void* const* receives, const size_t* receive_bytes);
+
+/// `*group` <- a group that the caller frees; null on failure. By sockets between all processes of
+/// torchrun, mpirun or srun; between those that know where rank 0 listens; by the caller's
+/// function. A rank that makes no step for `deadline` seconds hangs; 0 = 300.
+FULGUR_API fulgur_status fulgur_group_from_env(double deadline, fulgur_group** group);
+FULGUR_API fulgur_status fulgur_group_connect(int rank, int ranks, const char* host, int port,
+                                              double deadline, fulgur_group** group);
+FULGUR_API fulgur_status fulgur_group_from_exchange(int rank, int ranks, fulgur_exchange exchange,
+                                                    void* context, fulgur_group** group);
+/// `*rank` <- that of this process, `*ranks` <- how many there are.
+FULGUR_API fulgur_status fulgur_group_place(const fulgur_group* group, int* rank, int* ranks);
+/// Null is fine.
+FULGUR_API void fulgur_group_free(fulgur_group* group);
+
+/// fulgur_forward and fulgur_backward by all ranks, of tensors that hold the rows of each; packed
+/// ones have the cu_seqlens of whole sequences.
+FULGUR_API fulgur_status fulgur_group_forward(const fulgur_forward_args* args,
+                                              const fulgur_options* options,
+                                              const fulgur_group* group,
+                                              const fulgur_distribution* distribution,
+                                              const fulgur_run* run);
+FULGUR_API fulgur_status fulgur_group_backward(const fulgur_backward_args* args,
+                                               const fulgur_options* options,
+                                               const fulgur_group* group,
+                                               const fulgur_distribution* distribution,
+                                               const fulgur_run* run);
+
 /// The message of the last failure in this thread ("" before any), in English. Valid until the
 /// thread's next failure or its end.
 FULGUR_API const char* fulgur_last_error(void);

@@ -17,6 +17,7 @@
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/cuda.h"
+#include "fulgur/distributed/plan.h"
 #include "fulgur/error.h"
 #include "fulgur/merge.h"
 #include "fulgur/scores.h"
@@ -26,12 +27,17 @@ struct fulgur_plan {
   fulgur::Plan plan;
 };
 
+struct fulgur_group {
+  fulgur::Group group;
+};
+
 namespace {
 
 using fulgur::AppendArgs, fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
 using fulgur::ConstTensor, fulgur::Expr, fulgur::Tensor, fulgur::TensorBinding,
     fulgur::TensorSymbol;
 using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
+using fulgur::Group, fulgur::Sharding;
 using fulgur::ScoresArgs, fulgur::ScoreStage, fulgur::Status;
 
 static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
@@ -44,6 +50,10 @@ static_assert(FULGUR_SCORES_SCALED == static_cast<int>(ScoreStage::kScaled) &&
               FULGUR_SCORES_SOFTCAP == static_cast<int>(ScoreStage::kSoftcap) &&
               FULGUR_SCORES_MASKED == static_cast<int>(ScoreStage::kMasked) &&
               FULGUR_SCORES_PROBABILITIES == static_cast<int>(ScoreStage::kProbabilities));
+
+static_assert(FULGUR_ROWS_CONTIGUOUS == static_cast<int>(Sharding::kContiguous) &&
+              FULGUR_ROWS_ZIGZAG == static_cast<int>(Sharding::kZigzag) &&
+              FULGUR_ROWS_BY_AREA == static_cast<int>(Sharding::kByArea));
 
 thread_local std::string last_error;
 
@@ -321,6 +331,58 @@ Run convert(const fulgur_run* given) {
   return {r.stream, {r.workspace, r.workspace_bytes}, r.dropout_seed, r.dropout_offset};
 }
 
+Sharding sharding_of(int number) {
+  if (number < FULGUR_ROWS_CONTIGUOUS || number > FULGUR_ROWS_BY_AREA) {
+    fail("sharding", "got {}, want a fulgur_sharding", number);
+  }
+  return static_cast<Sharding>(number);
+}
+
+fulgur::Distribution convert(const fulgur_distribution* given) {
+  const auto from = read_struct("distribution", given, sizeof(fulgur_distribution));
+  return {sharding_of(from.sharding), from.head_ranks};
+}
+
+const Group& required(const fulgur_group* group) {
+  if (group == nullptr) fail("group", "got null, want a group");
+  return group->group;
+}
+
+/// `*group` <- what `make` returns.
+template <class Make>
+fulgur_status make_group(fulgur_group** group, const Make& make) {
+  return guarded([&] {
+    if (group == nullptr) fail("group", "got null, want where to put the group");
+    *group = nullptr;
+    *group = new fulgur_group{make()};
+  });
+}
+
+double deadline_of(double seconds) { return seconds == 0 ? Group::kDeadline : seconds; }
+
+/// The caller's function as an Exchange.
+fulgur::Exchange exchange_by(fulgur_exchange exchange, void* context) {
+  if (exchange == nullptr) return {};
+  return [=](std::span<const std::span<const std::byte>> sends,
+             std::span<const std::span<std::byte>> receives) {
+    std::vector<const void*> from;
+    std::vector<void*> to;
+    std::vector<size_t> from_bytes, to_bytes;
+    for (const auto& bytes : sends) {
+      from.push_back(bytes.data());
+      from_bytes.push_back(bytes.size());
+    }
+    for (const auto& bytes : receives) {
+      to.push_back(bytes.data());
+      to_bytes.push_back(bytes.size());
+    }
+    const int result =
+        exchange(context, from.data(), from_bytes.data(), to.data(), to_bytes.data());
+    if (result == 0) return;
+    throw fulgur::Error(Status::kUnavailable, fmt::format("exchange returned {}", result));
+  };
+}
+
 void give_text(const std::string& from, char* text, size_t size, size_t* length) {
   if (length != nullptr) *length = from.size();
   if (text == nullptr || size == 0) return;
@@ -541,6 +603,67 @@ fulgur_status fulgur_dequantize(const fulgur_quantize_args* args, const fulgur_o
   return guarded([&] {
     const Quantization q(args);
     fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x}, convert(options));
+  });
+}
+
+fulgur_status fulgur_rows_of(int sharding, int64_t length, int ranks, int rank,
+                             const fulgur_options* options, int64_t* rows, size_t size,
+                             size_t* count) {
+  return guarded([&] {
+    const fulgur::Mask mask = options == nullptr ? fulgur::causal() : convert(options).mask;
+    const std::vector<int64_t> all =
+        fulgur::rows_of(sharding_of(sharding), length, ranks, rank, mask);
+    if (count != nullptr) *count = all.size();
+    if (rows != nullptr) std::copy_n(all.begin(), std::min(size, all.size()), rows);
+  });
+}
+
+fulgur_status fulgur_group_from_env(double deadline, fulgur_group** group) {
+  return make_group(group, [&] { return Group::from_env(deadline_of(deadline)); });
+}
+
+fulgur_status fulgur_group_connect(int rank, int ranks, const char* host, int port, double deadline,
+                                   fulgur_group** group) {
+  return make_group(group, [&] {
+    if (host == nullptr) fail("host", "got null, want where rank 0 listens");
+    return Group::connect(rank, ranks, host, port, deadline_of(deadline));
+  });
+}
+
+fulgur_status fulgur_group_from_exchange(int rank, int ranks, fulgur_exchange exchange,
+                                         void* context, fulgur_group** group) {
+  return make_group(
+      group, [&] { return Group::from_exchange(rank, ranks, exchange_by(exchange, context)); });
+}
+
+fulgur_status fulgur_group_place(const fulgur_group* group, int* rank, int* ranks) {
+  return guarded([&] {
+    const Group& its = required(group);
+    if (rank != nullptr) *rank = its.rank();
+    if (ranks != nullptr) *ranks = its.size();
+  });
+}
+
+void fulgur_group_free(fulgur_group* group) { delete group; }
+
+fulgur_status fulgur_group_forward(const fulgur_forward_args* args, const fulgur_options* options,
+                                   const fulgur_group* group,
+                                   const fulgur_distribution* distribution, const fulgur_run* run) {
+  return guarded([&] {
+    const auto call = convert(args);
+    fulgur::forward(call, convert(options, &call.tensors), required(group), convert(distribution),
+                    convert(run));
+  });
+}
+
+fulgur_status fulgur_group_backward(const fulgur_backward_args* args, const fulgur_options* options,
+                                    const fulgur_group* group,
+                                    const fulgur_distribution* distribution,
+                                    const fulgur_run* run) {
+  return guarded([&] {
+    const auto call = convert(args);
+    fulgur::backward(call, convert(options, &call.tensors), required(group), convert(distribution),
+                     convert(run));
   });
 }
 

@@ -22,7 +22,16 @@ VALUE(FULGUR_SCORES_SOFTCAP, 1);
 VALUE(FULGUR_SCORES_MASKED, 2);
 VALUE(FULGUR_SCORES_PROBABILITIES, 3);
 
+VALUE(FULGUR_ROWS_CONTIGUOUS, 0);
+VALUE(FULGUR_ROWS_ZIGZAG, 1);
+VALUE(FULGUR_ROWS_BY_AREA, 2);
+
 #if defined(__LP64__)
+
+SIZE(fulgur_distribution, 16);
+FIELD(fulgur_distribution, struct_size, 0, 8);
+FIELD(fulgur_distribution, sharding, 8, 4);
+FIELD(fulgur_distribution, head_ranks, 12, 4);
 
 SIZE(fulgur_options, 128);
 FIELD(fulgur_options, struct_size, 0, 8);
@@ -227,5 +236,18 @@ fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, co
 fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*, const fulgur_run*);
 fulgur_status fulgur_quantize(const fulgur_quantize_args*, const fulgur_options*);
 fulgur_status fulgur_dequantize(const fulgur_quantize_args*, const fulgur_options*);
+fulgur_status fulgur_rows_of(int, int64_t, int, int, const fulgur_options*, int64_t*, size_t,
+                             size_t*);
+fulgur_status fulgur_group_from_env(double, fulgur_group**);
+fulgur_status fulgur_group_connect(int, int, const char*, int, double, fulgur_group**);
+fulgur_status fulgur_group_from_exchange(int, int, fulgur_exchange, void*, fulgur_group**);
+fulgur_status fulgur_group_place(const fulgur_group*, int*, int*);
+void fulgur_group_free(fulgur_group*);
+fulgur_status fulgur_group_forward(const fulgur_forward_args*, const fulgur_options*,
+                                   const fulgur_group*, const fulgur_distribution*,
+                                   const fulgur_run*);
+fulgur_status fulgur_group_backward(const fulgur_backward_args*, const fulgur_options*,
+                                    const fulgur_group*, const fulgur_distribution*,
+                                    const fulgur_run*);
 const char* fulgur_last_error(void);
 const char* fulgur_version(void);

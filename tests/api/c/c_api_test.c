@@ -495,6 +495,48 @@ static void out_of_memory(void) {
 #endif
 }
 
+static int nothing_comes(void* context, const void* const* sends, const size_t* send_bytes,
+                         void* const* receives, const size_t* receive_bytes) {
+  (void)sends, (void)send_bytes, (void)receives, (void)receive_bytes;
+  return *(int*)context;
+}
+
+/* Groups of processes: one alone, and one whose exchange fails. */
+static void groups(const fulgur_forward_args* args, const fulgur_backward_args* gradient,
+                   const fulgur_options* options) {
+  int64_t rows[3] = {-1, -1, -1};
+  size_t count = 0;
+  CHECK(fulgur_rows_of(FULGUR_ROWS_ZIGZAG, 256, 2, 1, NULL, rows, 2, &count) == FULGUR_OK);
+  CHECK(count == 128 && rows[0] == 64 && rows[1] == 65 && rows[2] == -1);
+  CHECK(fulgur_rows_of(3, 256, 2, 1, NULL, NULL, 0, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "sharding: got 3, want a fulgur_sharding") == 0);
+
+  fulgur_group* group;
+  int rank = -1, ranks = -1;
+  CHECK(fulgur_group_from_env(0, &group) == FULGUR_OK);
+  CHECK(fulgur_group_place(group, &rank, &ranks) == FULGUR_OK && rank == 0 && ranks == 1);
+  const fulgur_distribution alone = {sizeof alone, FULGUR_ROWS_CONTIGUOUS, 1};
+  CHECK(fulgur_group_forward(args, options, group, &alone, NULL) == FULGUR_OK);
+  CHECK(fulgur_group_backward(gradient, options, group, &alone, NULL) == FULGUR_OK);
+  const fulgur_distribution wrong = {sizeof wrong, FULGUR_ROWS_CONTIGUOUS, 2};
+  CHECK(fulgur_group_forward(args, options, group, &wrong, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(fulgur_group_forward(args, options, group, NULL, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "distribution: got null, want a struct") == 0);
+  CHECK(fulgur_group_forward(args, options, NULL, &alone, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "group: got null, want a group") == 0);
+  fulgur_group_free(group);
+
+  int result = 5;
+  CHECK(fulgur_group_from_exchange(0, 2, NULL, NULL, &group) == FULGUR_INVALID_ARGUMENT);
+  CHECK(group == NULL);
+  CHECK(fulgur_group_from_exchange(0, 2, nothing_comes, &result, &group) == FULGUR_OK);
+  CHECK(fulgur_group_forward(args, options, group, &alone, NULL) == FULGUR_UNAVAILABLE);
+  CHECK(strcmp(fulgur_last_error(), "exchange returned 5") == 0);
+  fulgur_group_free(group);
+  fulgur_group_free(NULL);
+  CHECK(fulgur_group_connect(0, 1, NULL, 0, 0, &group) == FULGUR_INVALID_ARGUMENT);
+}
+
 int main(void) {
   float q[] = {0.5f, -1, 2, 0.25f, -0.75f, 1.5f}, k[] = {1, 2, -0.5f, 0, 0.3f, -2, 1, 1},
         v[] = {1, 2, 3, 4, 5, 6, 7, 8};
@@ -547,6 +589,7 @@ int main(void) {
                                          .dv = &tdv,
                                          .dlse = &tdl};
   CHECK(fulgur_backward(&gradient, &options, NULL) == FULGUR_OK);
+  groups(&args, &gradient, &options); /* writes the gradients again */
   struct {
     float *input, *gradient;
     int count;
