@@ -1,0 +1,91 @@
+"""fulgur.distributed: processes of their own, each of which computes the whole as well and compares its rows."""
+
+import doctest
+
+import numpy as np
+import pytest
+from ranks import run_ranks
+
+import fulgur.distributed
+
+NUMPY = """
+import numpy as np
+import fulgur
+import fulgur.distributed as fd
+
+group = fd.Group.from_env(60)
+rng = np.random.default_rng(0)
+q, dout = (rng.standard_normal((2, 300, 4, 16), np.float32) for _ in range(2))
+k, v = (rng.standard_normal((2, 300, 2, 16), np.float32) for _ in range(2))
+sinks = rng.standard_normal(4).astype(np.float32)
+options = dict(causal=True, sinks=sinks, dropout_p=0.2, seed=7, invariant=True, threads=1)
+out, lse = fulgur.attention(q, k, v, return_lse=True, **options)
+grads = fulgur.attention_backward(dout, q, k, v, out, lse, **options)
+
+rows = fd.rows_of("zigzag", 300, group.size, group.rank)
+q, k, v, dout = (np.ascontiguousarray(x[:, rows]) for x in (q, k, v, dout))
+how = dict(group=group, sharding="zigzag", **options)
+own, own_lse = fd.attention(q, k, v, return_lse=True, **how)
+assert (own == out[:, rows]).all() and (own_lse == lse[:, :, rows]).all()
+own_grads = fd.attention_backward(dout, q, k, v, own, own_lse, **how)
+for x, whole in zip(own_grads[:3], grads):
+    assert (x == whole[:, rows]).all()
+assert (own_grads[3] == grads[3]).all()
+try:
+    fd.attention(q, k, v, group=group, causal=group.rank == 0)
+except ValueError as error:
+    print(error)
+"""
+
+def test_bits_of_one_process():
+    error = "window_right: rank 1 has -1, rank 0 has 0\n"
+    assert run_ranks(NUMPY, 3) == [error] * 3
+
+
+def test_documented_examples():
+    assert doctest.testmod(fulgur.distributed).failed == 0
+
+
+def test_rows_of():
+    rows_of = fulgur.distributed.rows_of
+    rows = [rows_of("by_area", [3, 200, 500, 1000], 2, rank) for rank in (0, 1)]
+    assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(3, 1000))
+    assert rows_of("contiguous", 100, 2, 0).dtype == np.int64
+    with pytest.raises(ValueError, match='sharding: got "rings", want contiguous, zigzag or by_area'):
+        rows_of("rings", 100, 2, 0)
+    with pytest.raises(ValueError, match="rank: got 2, want 0 to 1"):
+        rows_of("zigzag", 100, 2, 2)
+
+
+def test_a_group_by_a_function():
+    def exchange(sends, receives):
+        assert [x.size for x in sends] == [x.size for x in receives] == [0]
+
+    group = fulgur.distributed.Group(exchange, 0, 1)
+    assert (group.rank, group.size, group.dead) == (0, 1, "")
+    q = np.random.default_rng(0).standard_normal((1, 70, 2, 8), np.float32)
+    assert np.array_equal(fulgur.distributed.attention(q, q, q, group=group), fulgur.attention(q, q, q))
+
+
+def test_a_function_that_fails():
+    def exchange(sends, receives):
+        raise ConnectionError("rank 1 left")
+
+    group = fulgur.distributed.Group(exchange, 0, 2)
+    q = np.zeros((1, 64, 1, 8), np.float32)
+    with pytest.raises(fulgur.Error, match="rank 1 left"):
+        fulgur.distributed.attention(q, q, q, group=group)
+    assert group.dead == "rank 1 left"
+    with pytest.raises(fulgur.Error, match="group: it is dead, as rank 1 left; make a new one"):
+        fulgur.distributed.attention(q, q, q, group=group)
+
+
+def test_errors():
+    group = fulgur.distributed.Group.from_env()
+    q = np.zeros((1, 64, 1, 8), np.float32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        fulgur.distributed.attention(q, q, q, group=group, bias=q)
+    with pytest.raises(TypeError, match="sharding: got 3, want a string"):
+        fulgur.distributed.attention(q, q, q, group=group, sharding=3)
+    with pytest.raises(ValueError, match="head_ranks: got 2, want a divisor of the 1 ranks"):
+        fulgur.distributed.attention(q, q, q, group=group, head_ranks=2)

@@ -1,0 +1,51 @@
+"""fulgur.distributed by process groups of PyTorch: rows, gradients, compiled, heads for rows."""
+
+import pytest
+from ranks import run_ranks
+
+pytest.importorskip("torch")
+
+SCRIPT = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+import fulgur.distributed as fd
+import fulgur.torch
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+q, dout = (torch.randn(1, 256, 4, 32, dtype=torch.bfloat16) for _ in range(2))
+k, v = (torch.randn(1, 256, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+sinks = torch.randn(4)
+whole = [x.clone().requires_grad_() for x in (q, k, v, sinks)]
+out = fulgur.torch.attention(*whole[:3], sinks=whole[3], causal=True, invariant=True)
+out.backward(dout)
+
+rows = torch.from_numpy(fd.rows_of("zigzag", 256, size, rank))
+group = init_device_mesh("cpu", (size,)) if rank % 2 else dist.group.WORLD
+own = [x[:, rows].clone().requires_grad_() for x in (q, k, v)] + [sinks.clone().requires_grad_()]
+compute = fd.attention
+for attention in (fd.attention, torch.compile(fd.attention, backend="eager")):
+    for x in own:
+        x.grad = None
+    got = attention(*own[:3], sinks=own[3], causal=True, invariant=True, group=group, sharding="zigzag")
+    assert torch.equal(got, out[:, rows])
+    got.backward(dout[:, rows])
+    for x, all_rows in zip(own[:3], whole):
+        assert torch.equal(x.grad, all_rows.grad[:, rows])
+    assert torch.equal(own[3].grad, whole[3].grad)
+
+# Heads for rows.
+rows = torch.from_numpy(fd.rows_of("contiguous", 256, size, rank))
+got = fd.attention(*(x[:, rows] for x in (q, k, v)), sinks=sinks, causal=True, invariant=True, group=group,
+                   head_ranks=size)
+assert torch.equal(got, out[:, rows])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_process_groups():
+    run_ranks(SCRIPT, 2)
