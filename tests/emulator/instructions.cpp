@@ -103,14 +103,14 @@ void load_shared(Context& c, const Instruction& i) {
   }
 }
 void store_shared(Context& c, const Instruction& i) {
-  const size_t count = i.count;
+  const size_t count = i.count, bytes = i.has("u16") ? 2 : 4;
   const uint32_t address = c.get32(i.atoms[0]);
-  if (address % (4 * count) != 0) fail("an unaligned store: " + i.name);
-  unsigned char* const to = current->block->at(address, 4 * count);
-  current->writes(to, 4 * count);
+  if (address % (bytes * count) != 0) fail("an unaligned store: " + i.name);
+  unsigned char* const to = current->block->at(address, bytes * count);
+  current->writes(to, bytes * count);
   for (size_t k = 0; k < count; ++k) {
     const uint32_t x = c.get32(i.atoms[k + 1]);
-    std::memcpy(to + 4 * k, &x, 4);
+    std::memcpy(to + bytes * k, &x, bytes);
   }
 }
 void load_global(Context& c, const Instruction& i) {

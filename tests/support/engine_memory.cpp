@@ -39,12 +39,16 @@ EngineMemory::~EngineMemory() {
 }
 
 const EngineMemory::Copy& EngineMemory::copy_of(const void* data) {
+  const auto found = std::find_if(copies_.begin(), copies_.end(), [&](const Copy& c) {
+    return data >= c.host.data() && data < c.host.data() + c.host.size();
+  });
+  if (found != copies_.end()) return *found;
   Storage* const storage = Storage::around(data);
   if (storage == nullptr) throw std::logic_error("a test's tensor lies in no Storage");
-  const std::span<std::byte> host = storage->bytes();
-  const auto found = std::find_if(copies_.begin(), copies_.end(),
-                                  [&](const Copy& c) { return c.host.data() == host.data(); });
-  if (found != copies_.end()) return *found;
+  return add(storage->bytes());
+}
+
+const EngineMemory::Copy& EngineMemory::add(std::span<std::byte> host) {
   auto* device = static_cast<std::byte*>(cuda::allocate(size(host), device_.index));
   copies_.push_back({host, device});
   cuda::copy(device, host.data(), size(host), device_.index);
@@ -85,6 +89,8 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.q_descale),
           at(t.k_descale),
           at(t.v_descale),
+          at(t.k_zero_point),
+          at(t.v_zero_point),
           t.tensors};  // in the host's memory: no other engine takes them
 }
 
@@ -128,7 +134,11 @@ AppendTensors EngineMemory::at(const AppendTensors& t) {
           at(t.rotary_seqlens),
           at(t.q),
           at(t.q_out),
-          at(t.cu_seqlens_q)};
+          at(t.cu_seqlens_q),
+          at(t.k_cache_descale),
+          at(t.v_cache_descale),
+          at(t.k_cache_zero_point),
+          at(t.v_cache_zero_point)};
 }
 
 Options EngineMemory::options(const ForwardTensors& t, const Options& options) const {

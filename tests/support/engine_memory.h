@@ -25,6 +25,10 @@ class EngineMemory {
   EngineMemory(const EngineMemory&) = delete;
   EngineMemory& operator=(const EngineMemory&) = delete;
 
+  /// Memory of no Storage that tensors may lie in.
+  void keep(std::span<std::byte> host) {
+    if (device_ != Device{} && !host.empty()) add(host);
+  }
   /// The tensor where the engine finds it. One that lies on the engine's device stays as it is.
   Tensor at(Tensor t);
   ForwardTensors at(const ForwardTensors& t);
@@ -45,6 +49,7 @@ class EngineMemory {
     std::byte* device;
   };
   const Copy& copy_of(const void* data);
+  const Copy& add(std::span<std::byte> host);
 
   Device device_;
   std::vector<Copy> copies_;

@@ -12,7 +12,7 @@ struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
   Tensor leftpad_k{}, sinks{}, tree_mask{}, bias{}, prefix_groups{}, prefix_lens{};
-  Tensor q_descale{}, k_descale{}, v_descale{};
+  Tensor q_descale{}, k_descale{}, v_descale{}, k_zero_point{}, v_zero_point{};
   std::vector<TensorBinding> tensors{};
   operator ForwardArgs() const {
     return {.q = q,
@@ -29,7 +29,7 @@ struct ForwardTensors {
             .tensors = tensors,
             .cache = {page_table, page_indptr, cache_batch_idx, leftpad_k},
             .shared_prefix = {prefix_groups, prefix_lens},
-            .descales = {q_descale, k_descale, v_descale}};
+            .descales = {q_descale, k_descale, v_descale, k_zero_point, v_zero_point}};
   }
 };
 
@@ -65,6 +65,7 @@ struct AppendTensors {
   Tensor page_table{}, page_indptr{}, cache_batch_idx{}, cos{}, sin{};
   bool interleaved = false;
   Tensor rotary_seqlens{}, q{}, q_out{}, cu_seqlens_q{};
+  Tensor k_cache_descale{}, v_cache_descale{}, k_cache_zero_point{}, v_cache_zero_point{};
   NewRows new_rows() const {
     return {.k_cache = k_cache,
             .v_cache = v_cache,
@@ -72,7 +73,11 @@ struct AppendTensors {
             .v_new = v_new,
             .cu_seqlens_k_new = cu_seqlens_k_new,
             .cache_seqlens = cache_seqlens,
-            .rotary = {cos, sin, rotary_seqlens, interleaved}};
+            .rotary = {cos, sin, rotary_seqlens, interleaved},
+            .k_cache_descale = k_cache_descale,
+            .v_cache_descale = v_cache_descale,
+            .k_cache_zero_point = k_cache_zero_point,
+            .v_cache_zero_point = v_cache_zero_point};
   }
   operator AppendArgs() const {
     return {.rows = new_rows(),

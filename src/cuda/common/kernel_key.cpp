@@ -8,6 +8,7 @@
 #include <numbers>
 
 #include "base/convert.h"
+#include "base/formats.h"
 #include "call/mask.h"
 #include "kernels/host_device/dropout.h"
 #include "kernels/host_device/score.h"
@@ -15,17 +16,26 @@
 namespace fulgur::cuda {
 namespace {
 
-kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
 static_assert(static_cast<int>(DType::kF16) == kernels::kF16);
 static_assert(static_cast<int>(DType::kBF16) == kernels::kBF16);
 static_assert(static_cast<int>(DType::kF32) == kernels::kF32);
 static_assert(static_cast<int>(DType::kBool) == kernels::kBool);
-static_assert(static_cast<int>(DType::kE4M3) == kernels::kE4M3);
+/// Whether kernels know a format as the table has it.
+template <DType dtype>
+constexpr bool is_known(kernels::Element element) {
+  return static_cast<int>(dtype) == element && kernels::bits_of(element) == Format<dtype>::kBits;
+}
+static_assert(is_known<DType::kE4M3>(kernels::kE4M3));
+static_assert(is_known<DType::kE5M2>(kernels::kE5M2));
+static_assert(is_known<DType::kInt8>(kernels::kInt8));
+static_assert(is_known<DType::kInt4>(kernels::kInt4));
 
 constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
 constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
 
 }  // namespace
+
+kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
 
 bool left_binds(const Problem& p) {
   // A row has at most so many keys before its diagonal.
@@ -57,7 +67,8 @@ bool has_cache(const Problem& p) {
 }
 
 OperandTypes multiplied(OperandTypes types) {
-  if (types.v == DType::kE4M3) types.v = DType::kF16;
+  if (is_low_bit(types.v)) types.v = DType::kF16;
+  if (is_low_bit(types.k) && !is_low_bit(types.q)) types.q = types.k = DType::kF16;
   return types;
 }
 
@@ -103,15 +114,19 @@ std::string codes_rejected(const Problem& p) {
   if (std::ranges::none_of(operands, [](const auto& x) { return is_low_bit(x.second); })) {
     return p.dtypes == OperandTypes::all(p.dtypes.q) ? "" : "takes q, k, v and out of one dtype";
   }
+  const bool few_rows = p.pass == Pass::kForward && !is_low_bit(p.dtypes.q);  // decode kernels
   for (const auto& [name, dtype] : operands) {
-    if (is_low_bit(dtype) && dtype != DType::kE4M3) {
-      return fmt::format("takes no low-bit {} ({}) but e4m3", name, name_of(dtype));
+    const bool known = few_rows ? dtype <= DType::kInt4 : dtype == DType::kE4M3;
+    if (is_low_bit(dtype) && !known) {
+      return fmt::format("takes no low-bit {} ({}) but {}", name, name_of(dtype),
+                         few_rows ? "e4m3, e5m2, int8 and int4" : "e4m3");
     }
-    if (dtype != DType::kE4M3) {
-      return fmt::format("takes e4m3 for all of q, k and v or for none, got {} of {}", name,
+    if (!is_low_bit(dtype) && !few_rows) {
+      return fmt::format("takes a q of e4m3 with k and v of e4m3, got {} of {}", name,
                          name_of(dtype));
     }
   }
+  if (few_rows) return {};
   if (p.dtypes.out == DType::kF32) return "writes bf16 and f16 for e4m3, got an out of f32";
   for (const auto& [name, scales] :
        {std::pair{"q_descale", p.q_descale}, std::pair{"k_descale", p.k_descale},

@@ -21,6 +21,9 @@ namespace fulgur::cuda {
 inline constexpr int kMaxDim = 256;
 inline constexpr int64_t kMaxRows = int64_t{1} << 29;
 
+/// A dtype as kernels name it.
+kernels::Element element_of(DType dtype);
+
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 /// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
@@ -73,7 +76,8 @@ struct KernelKey {
 };
 KernelKey kernel_key(const Problem& problem);
 
-/// The dtypes that products take: V of e4m3 comes to those with P as f16.
+/// The dtypes that products take: V of codes comes to those with P as f16, and K to those with a q
+/// that has none.
 OperandTypes multiplied(OperandTypes types);
 
 /// The types of its operands as the kernels name them.

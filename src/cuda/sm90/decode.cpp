@@ -37,6 +37,10 @@ KernelUse combine_kernel(const DecodePlan& plan) {
   return {{"sm90/decode/combine.cu", kernel_config(key)}, "fulgur_decode_combine", 0};
 }
 
+CodeScales scales_of(const Scales& at) {
+  return {nullptr, element_of(at.dtype), at.of_rows, at.batch, at.row, at.head, at.group};
+}
+
 StridedTensor tensor_of(const Layout& l) { return {nullptr, l.batch, l.row, l.head}; }
 
 const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
@@ -57,7 +61,7 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
       gpu_(gpu),
       plan_(plan),
       reasons_(std::move(reasons)),
-      maps_(forward_shapes(p, plan.box_keys)),
+      maps_(decode_shapes(p, plan.box_keys)),
       no_keys_(p.sk == 0 || p.total_k == 0),
       metadata_(p, gpu),
       workspace_(workspace_of(p, plan)),
@@ -72,6 +76,10 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
   params_.batch = static_cast<int>(p.batch);
   params_.hk = static_cast<int>(p.hk);
   params_.pages = key_pages(p);
+  params_.k_scale = scales_of(p.k_descale);
+  params_.v_scale = scales_of(p.v_descale);
+  params_.k_zero_point = scales_of(p.k_zero_point);
+  params_.v_zero_point = scales_of(p.v_zero_point);
   params_.max_splits = plan.max_splits;
   params_.split_floats = plan.split_floats();
   if (plan.schedule == DecodeSchedule::kSplitToFill) {
@@ -116,6 +124,10 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, char* workspac
   p.lse = static_cast<float*>(args.lse.data);
   set_tensors(p, args);
   p.sinks = sinks_of(args.sinks);
+  p.k_scale.data = args.descales.k_descale.data;
+  p.v_scale.data = args.descales.v_descale.data;
+  p.k_zero_point.data = args.descales.k_zero_point.data;
+  p.v_zero_point.data = args.descales.v_zero_point.data;
   p.pages.table = ints(args.cache.page_table);
   p.pages.indptr = ints(args.cache.page_indptr);
   p.cache_batch_idx = ints(args.cache.cache_batch_idx);

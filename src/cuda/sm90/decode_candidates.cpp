@@ -44,6 +44,7 @@ int box_keys_of(const Problem& p, int block_keys) {
 int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
+  if (plan.has_codes()) return 32;  // four matrices of eight keys come at once
   if (!plan.warpgroup_path()) return keys;
   // Loads keep up with the products of larger tiles, but for lanes that look up pages. Of larger
   // tiles there are six buffers or more, lest V wait for one. A word of a tree mask has bits for
@@ -67,7 +68,8 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
 void set_buffers(DecodePlan& plan, const Card& card) {
   plan.warp_groups = kMaxWarps / plan.warps_per_group / plan.residents;
   // Of K and V together, of which the warp path has as many of each.
-  const int max_buffers = plan.warpgroup_path() ? 10 : 6, step = plan.warpgroup_path() ? 1 : 2;
+  const int max_buffers = plan.warpgroup_path() || plan.has_codes() ? 10 : 6,
+            step = plan.warpgroup_path() ? 1 : 2;
   const int room = card.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
   const auto set = [&](int count) {
     plan.k_stages = (count + 1) / 2;
@@ -107,6 +109,10 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   };
   if (rows <= 16) add(1);
   if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
+  if (common.has_codes()) {
+    if (rows > 16) add(2);
+    return tiles;
+  }
   if (rows > 16 && rows <= 32 && dim <= 128) add(2);
   add(rows <= kFewRows ? kernels::kWarpgroupWarps : kMaxWarps);
   return tiles;
@@ -180,7 +186,7 @@ Fitting<DecodePlan> decode_candidate(const Problem& p, const Card& card) {
   const DecodePlan& cheapest = *std::ranges::min_element(plans, {}, &DecodePlan::expected_cycles);
   Fitting<DecodePlan> tile{cheapest, kOfForwardCycle * cheapest.expected_cycles, {}};
   // Groups have few q blocks with many keys, which no other kernel cuts where lengths differ.
-  if (!p.of_groups && rows_of_kv_head(p) > kMaxRowsForModel) {
+  if (!p.of_groups && !cheapest.has_codes() && rows_of_kv_head(p) > kMaxRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
   }
   return tile;

@@ -23,7 +23,29 @@ constexpr int64_t kLaneBytes = 16;  // that a lane copies at once
 /// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
 constexpr int64_t kMaxAppendRounds = 8;
 
-int64_t lane_elements(DType dtype) { return kLaneBytes / size_of(dtype); }
+int64_t lane_elements(DType dtype) { return kLaneBytes * block_of(dtype) / size_of(dtype); }
+
+/// Why k and v of these dtypes are not computed; empty when they are.
+std::string keys_rejected(const Problem& p) {
+  const OperandTypes& types = p.dtypes;
+  if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
+  if (types.q != DType::kBF16 && types.q != DType::kF16) return "computes q of bf16 and f16";
+  for (const auto& [name, dtype, scales, dim] :
+       {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
+    if (!is_low_bit(dtype)) {
+      if (dtype == types.q) continue;
+      return fmt::format("computes k and v of codes or of the dtype of q, got {} of {}", name,
+                         name_of(dtype));
+    }
+    const int chunk = kernels::chunk_columns(element_of(dtype));
+    if (scales.groups > 1 && dim / scales.groups % chunk != 0) {
+      return fmt::format("computes groups of multiples of {} columns of {}, got {} of {}", chunk,
+                         name_of(dtype), dim / scales.groups, name);
+    }
+  }
+  if (p.invariant) return "computes low-bit k and v without `invariant`";
+  return {};
+}
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
 std::string not_whole(const Layout& strides, DType dtype) {
@@ -96,14 +118,57 @@ int64_t rows_of_kv_head(const Problem& p) {
 }
 
 kernels::DecodeTile decode_tile(const DecodeKey& key) {
-  return {operands_of(key), key.head_dim,   key.value_dim, key.warps_per_group, key.warp_groups,
-          key.tile_rows,    key.block_keys, key.k_stages,  key.v_stages};
+  const auto with_zero_points = [](int scales, bool zero_point) {
+    return zero_point ? 2 * scales : scales;
+  };
+  const OperandTypes& stored = key.stored;
+  return {
+      operands_of(key),
+      {element_of(stored.q), element_of(stored.k), element_of(stored.v), element_of(stored.out)},
+      with_zero_points(key.k_scales, key.k_zero_point) +
+          with_zero_points(key.v_scales, key.v_zero_point),
+      key.head_dim,
+      key.value_dim,
+      key.warps_per_group,
+      key.warp_groups,
+      key.tile_rows,
+      key.block_keys,
+      key.k_stages,
+      key.v_stages};
+}
+
+ForwardShapes decode_shapes(const Problem& p, int box_keys) {
+  ForwardShapes shapes = forward_shapes(p, box_keys);
+  for (TensorShape* shape : {&shapes.k, &shapes.v}) {
+    const int64_t block = block_of(shape->dtype);
+    if (block == 1) continue;
+    shape->dtype = DType::kInt8;
+    shape->dim /= block;
+    for (int64_t* stride : {&shape->strides.batch, &shape->strides.row, &shape->strides.head})
+      *stride /= block;
+  }
+  return shapes;
 }
 
 DecodePlan decode_common(const Problem& p, const Card& card) {
   DecodePlan plan;
   static_cast<AnyForwardKey&>(plan) = hopper_forward_key(p);
   plan.card = card;
+  plan.stored = p.dtypes;
+  const auto in_chunks = [](int dim, DType dtype) {
+    const int chunk = kernels::chunk_columns(element_of(dtype));
+    return is_low_bit(dtype) ? ceil_div(dim, chunk) * chunk : dim;
+  };
+  plan.head_dim = in_chunks(plan.head_dim, p.dtypes.k);
+  plan.value_dim = in_chunks(plan.value_dim, p.dtypes.v);
+  plan.k_zero_point = p.has(Arg::kKZeroPoint);
+  plan.v_zero_point = p.has(Arg::kVZeroPoint);
+  // Those of sequences and kv heads are read once a work tile, but beside zero points.
+  const auto scales_of_key = [](const Scales& scales, bool zero_point) {
+    return scales.of_rows || zero_point ? static_cast<int>(scales.groups) : 0;
+  };
+  plan.k_scales = scales_of_key(p.k_descale, plan.k_zero_point);
+  plan.v_scales = scales_of_key(p.v_descale, plan.v_zero_point);
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.group = static_cast<int>(p.group());
   const auto whole = [](int64_t dim, const Layout& strides, DType dtype) {
@@ -160,7 +225,7 @@ DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
     floats = int64_t{2} * plan.grid * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.max_splits > 1)
     floats = room_for_splits(p, plan) * plan.split_floats();
-  const ForwardShapes maps = forward_shapes(p, plan.block_keys);
+  const ForwardShapes maps = decode_shapes(p, plan.block_keys);
   DecodeWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const auto copy = [&](const TensorShape& shape, const std::string& why) {
@@ -184,13 +249,14 @@ std::string decode_rejects(const Problem& p) {
 }
 
 std::string decode_rejects_few(const Problem& p) {
-  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  if (std::string why = keys_rejected(p); !why.empty()) return why;
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
   // Other rows are copied where no other kernel can take the call.
-  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask);
+  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
+  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;
   for (const auto& [name, strides, dtype] :
        {std::tuple{"k", &p.k, p.dtypes.k}, std::tuple{"v", &p.v, p.dtypes.v}}) {
     if (const std::string why = not_whole(*strides, dtype); !why.empty() && others_take) {
@@ -226,6 +292,7 @@ std::string not_fused(const Problem& p, const DecodePlan& plan) {
   if (p.append.host_numbers > 0) {
     return "its lengths lie in the host's memory, from where a launch brings them first";
   }
+  if (plan.has_codes()) return "its caches hold codes, which the kernel of append makes";
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
   if (plan.schedule == DecodeSchedule::kDynamic) {
     return "its CTAs request q blocks from a dynamic scheduler, and must know before which rows "

@@ -7,6 +7,7 @@
 
 #include "call/problem.h"
 #include "cuda/common/family.h"
+#include "cuda/common/tensor_shape.h"
 #include "cuda/sm90/common.h"
 #include "kernels/sm90/decode/layout.h"
 
@@ -23,6 +24,9 @@ enum class DecodeSchedule {
 
 /// What kernel_config.h fixes at compile time.
 struct DecodeKey : AnyForwardKey {
+  OperandTypes stored;             ///< in memory, where k and v may have codes
+  int k_scales = 0, v_scales = 0;  ///< of the codes of a key; 0: those of its sequence and kv head
+  bool k_zero_point = false, v_zero_point = false;
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
@@ -46,6 +50,13 @@ struct DecodeKey : AnyForwardKey {
   template <class F>
   void for_each_field(const F& f) const {
     AnyForwardKey::for_each_field(f);
+    f("kStoredQ", stored.q);
+    f("kStoredK", stored.k);
+    f("kStoredV", stored.v);
+    f("kKScales", k_scales);
+    f("kVScales", v_scales);
+    f("kKZeroPoint", k_zero_point);
+    f("kVZeroPoint", v_zero_point);
     f("kWarpsPerGroup", warps_per_group);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
@@ -66,6 +77,8 @@ struct DecodeKey : AnyForwardKey {
   }
   bool operator==(const DecodeKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
+  /// Whether it takes k or v of codes, which decode_warp.cu does.
+  bool has_codes() const { return is_low_bit(stored.k) || is_low_bit(stored.v); }
   /// Whether it sees to rows of q that belong to no sequence.
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
 };
@@ -105,6 +118,9 @@ int64_t rows_of_kv_head(const Problem& problem);
 
 /// What shared memory holds for a kernel.
 kernels::DecodeTile decode_tile(const DecodeKey& key);
+
+/// K and V as loads and copies see them, where two codes of 4 bits are a byte, which is an element.
+ForwardShapes decode_shapes(const Problem& problem, int box_keys);
 
 /// What a problem and a card fix of every plan.
 DecodePlan decode_common(const Problem& problem, const Card& card);

@@ -12,8 +12,11 @@ __device__ __forceinline__ void async_copy16(u32 shared, const void* from, u32 b
                : "memory");
 }
 
-// Bytes of the 16 from column `column` on that a row of `dim` columns has.
-__device__ __forceinline__ u32 bytes_of_chunk(int column, int dim) { return min(max(dim - column, 0), 8) * 2; }
+// Bytes of the 16 from column `column` on that a row of `dim` columns of `bits` has.
+__device__ __forceinline__ u32 bytes_of_chunk(int bits, int column, int dim) {
+  const int columns = min(max(dim - column, 0), 128 / bits);
+  return bits < 8 ? u32(columns) / (8 / bits) : columns * (bits / 8);
+}
 
 // Arrives at an mbarrier, as one of those that it counts, when all copies that this thread has started are there.
 __device__ __forceinline__ void async_copy_arrive(u32 barrier) {

@@ -19,6 +19,18 @@ template <>
 struct InMemory<kE4M3> {
   using Type = unsigned char;
 };
+template <>
+struct InMemory<kE5M2> {
+  using Type = unsigned char;
+};
+template <>
+struct InMemory<kInt8> {
+  using Type = unsigned char;
+};
+template <>
+struct InMemory<kInt4> {
+  using Type = unsigned char;  // two
+};
 
 // N elements that are loaded and stored at once, 16 bytes at a time where they are as many.
 template <class T, int N>

@@ -52,6 +52,9 @@ __device__ __forceinline__ void load_shared_pair(u32 address, float& a, float& b
 __device__ __forceinline__ void store_shared(u32 address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
+__device__ __forceinline__ void store_shared_u16(u32 address, u32 x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<unsigned short>(x)) : "memory");
+}
 __device__ __forceinline__ void store_shared_four(u32 address, float a, float b, float c, float d) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(a), "f"(b), "f"(c), "f"(d) : "memory");
 }

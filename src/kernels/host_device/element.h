@@ -4,9 +4,11 @@
 
 namespace fulgur::kernels {
 
-enum Element : int { kF16, kBF16, kF32, kBool = 6, kE4M3 = 8 };  // kBool: of a mask alone
+enum Element : int { kF16, kBF16, kF32, kBool = 6, kE4M3 = 8, kE5M2, kInt8, kInt4 };  // kBool: of a mask alone
 
-FULGUR_SHARED int bytes_of(Element type) { return type == kF32 ? 4 : type == kE4M3 ? 1 : 2; }
+FULGUR_SHARED bool is_code(Element type) { return type >= kE4M3; }
+FULGUR_SHARED int bits_of(Element type) { return type == kF32 ? 32 : type == kInt4 ? 4 : is_code(type) ? 8 : 16; }
+FULGUR_SHARED int bytes_of(Element type) { return bits_of(type) / 8; }
 
 // The types of a kernel's operands. A gradient has that of its tensor.
 struct Operands {
@@ -16,9 +18,12 @@ struct Operands {
 // Tiles are panels: rows of 128 bytes, swizzled. Along k a product takes 32 bytes of a row at once.
 constexpr int kPanelRowBytes = 128, kStepBytes = 32, kPanelSteps = kPanelRowBytes / kStepBytes;
 
-FULGUR_SHARED int panel_columns(Element type) { return kPanelRowBytes / bytes_of(type); }
+FULGUR_SHARED int panel_columns(Element type) { return kPanelRowBytes * 8 / bits_of(type); }
 FULGUR_SHARED int panels_of(Element type, int dim) { return (dim + panel_columns(type) - 1) / panel_columns(type); }
-FULGUR_SHARED int k_step(Element type) { return kStepBytes / bytes_of(type); }
+FULGUR_SHARED int k_step(Element type) { return kStepBytes * 8 / bits_of(type); }
+
+// Columns of 16 bytes.
+FULGUR_SHARED int chunk_columns(Element type) { return 128 / bits_of(type); }
 
 }  // namespace fulgur::kernels
 

@@ -29,7 +29,7 @@ __device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, cons
       if (whole && kWholeColumns) {
         async_copy16(place, from + at);
       } else {
-        const u32 bytes = there ? bytes_of_chunk(at, dim) : 0;
+        const u32 bytes = there ? bytes_of_chunk(16, at, dim) : 0;
         async_copy16(place, bytes > 0 ? from + at : from, bytes);
       }
     }

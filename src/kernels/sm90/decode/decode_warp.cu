@@ -8,12 +8,10 @@
 // combines. docs/kernels/decode.md derives this; sm90/decode/decode_warpgroup.cu is the path of more rows.
 #include "device/mma_sync.cuh"
 #include "sm90/decode/append.cuh"
+#include "sm90/decode/codes.cuh"
 #include "sm90/decode/combine.cuh"
-#include "sm90/decode/scores.cuh"
 
 static_assert(!kWarpgroupPath && !Schedule::kCombineKernel);
-
-enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
 
 // Q of the work tiles that have keys, one after another. All threads copy it through registers: ahead of its place in
 // shared memory, or when that is free where registers are full, as elements need them, and all that scores may need
@@ -33,6 +31,10 @@ class Queries {
     for (int i = 0; kAhead && i < kOfThread; ++i)
       if (at(i) < kBlockRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
     __syncthreads();
+    if constexpr (kCodesK) {
+      prepare_queries();
+      __syncthreads();
+    }
   }
   // The results of the work tile before are on their way.
   __device__ __forceinline__ void prefetch(const DecodeParams& p, const WorkTile& next) {
@@ -42,7 +44,8 @@ class Queries {
  private:
   enum : int {
     kOfThread = (kBlockRows * kQueryChunks + kComputeThreads - 1) / kComputeThreads,
-    kAhead = kQWhole && !(kHeadDim > 240 && ((kPage > 0 && kBlockKeys == 16) || (kScoreMode && kHasLeft))),
+    kAhead = kQWhole && !(kHeadDim > 128 && (kCodesK || kCodesV)) &&
+             !(kHeadDim > 240 && ((kPage > 0 && kBlockKeys == 16) || (kScoreMode && kHasLeft))),
   };
 
   static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kComputeThreads; }
@@ -63,7 +66,10 @@ class KeyValueRing {
       : load_(load), buffers_(buffers) {
     // Where all wait for the first tile, the second one finds its instructions in the cache.
 #pragma unroll Schedule::kOneTile ? 1 : kAhead
-    for (int tile = 0; tile < kAhead; ++tile) start();
+    for (int tile = 0; tile < kAhead; ++tile) {
+      if (tile > 0) store_scales();
+      start();
+    }
   }
 
   // K of the next tile, once it is there, and a load in the place that is free then. `sync` is a barrier of the warp
@@ -71,12 +77,15 @@ class KeyValueRing {
   template <class Sync>
   __device__ __forceinline__ u32 keys(Sync sync) {
     async_copy_wait<kAhead - 1>();
+    store_scales();
     sync();
     start();
     return buffers_ + kLayout.k + stage_ * kLayout.k_bytes;
   }
   // V of that tile.
   __device__ __forceinline__ u32 values() const { return buffers_ + kLayout.v + stage_ * kLayout.v_bytes; }
+  // What scales that tile.
+  __device__ __forceinline__ u32 scales() const { return buffers_ + kLayout.scales + stage_ * kLayout.scale_bytes; }
   __device__ __forceinline__ void advance() {
     if (++stage_ == kStages) stage_ = 0;
   }
@@ -88,6 +97,7 @@ class KeyValueRing {
   // The loads of the next tile, of which there may be none, are one group.
   __device__ __forceinline__ void start() {
     if (load_.more()) {
+      if constexpr (kScalesOfKey > 0) load_.load_scales(loaded_);
       const u32 k = buffers_ + kLayout.k + free_ * kLayout.k_bytes;
       const u32 v = buffers_ + kLayout.v + free_ * kLayout.v_bytes;
       if (load_.whole()) {
@@ -103,9 +113,17 @@ class KeyValueRing {
     if (++free_ == kStages) free_ = 0;
   }
 
+  // Scales come through registers: those of the last tile that was started, which is computed later.
+  __device__ __forceinline__ void store_scales() {
+    if constexpr (kScalesOfKey > 0)
+      load_.store_scales(loaded_, buffers_ + kLayout.scales +
+                                      (free_ == 0 ? kStages - 1 : free_ - 1) * kLayout.scale_bytes);
+  }
+
   LaneLoader<kWarpsPerGroup> load_;
   u32 buffers_;
   int stage_ = 0, free_ = 0;
+  float loaded_[max_of(LaneLoader<kWarpsPerGroup>::kScalesOfTile, 1)] = {};
 };
 
 // S = Q K^T of the warp's rows, whose Q lies at `q`, and the tile at `k`.
@@ -161,6 +179,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     if (tile.has_keys()) queries.begin_work_tile(p, tile);
     const bool has_rows = warp_of_group * kWarpRows < rows_of_tile(p, tile).count;
     const TileMask mask(p, tile, warp_of_group);
+    WorkTileScales scales(p, tile, warp_of_group);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
@@ -172,17 +191,30 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       const u32 k = ring.keys(sync);
       const bool masked = mask.cuts(key_tile);
       if (has_rows) {
-        multiply_scores(S, q, k);
+        if constexpr (kCodesK)
+          multiply_codes<CodesOfK>(S, q, k, ring.scales(), scales);
+        else
+          multiply_scores(S, q, k);
         adjust_scores(p, S, mask.rows, key_tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
-      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, key_tile, ring.values(), saved, sync);
-      if (has_rows) multiply_values(O, P, ring.values());
+      if constexpr (kHidesKeys && kCodesV) {
+        if (masked)
+          add_hidden_non_finite_codes(p, O, mask, key_tile, CodedValues{ring.values(), ring.scales()}, saved, sync);
+      } else if constexpr (kHidesKeys) {
+        if (masked) add_hidden_non_finite(p, O, mask, key_tile, ring.values(), saved, sync);
+      }
+      if constexpr (kCodesV) {
+        if (has_rows) multiply_value_codes<CodesOfV>(O, P, ring.values(), ring.scales(), scales);
+      } else {
+        if (has_rows) multiply_values(O, P, ring.values());
+      }
       ring.advance();
     }
     work_tiles = saved.load();
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
+    if constexpr (kCodesV) scales.finish(p, tile, O, rows);
     if constexpr (kWarpGroups > 1)
       combine_warp_groups(p, tile, rows, O);
     else

@@ -5,10 +5,23 @@
 #include "sm90/decode/tile_walk.cuh"
 
 enum : int {
-  kKPanels = panels_of(ElementK::kType, kHeadDim),
-  kVPanels = panels_of(ElementV::kType, kValueDim),
-  kPanelBytes = kBlockKeys * kPanelRowBytes,
+  kKPanels = panels_of(StoredK::kType, kHeadDim),
+  kVPanels = panels_of(StoredV::kType, kValueDim),
+  kPanelBytes = kBlockKeys * kPanelRowBytes,  // of elements that are no codes
+  kKRowBytes = panel_row_bytes(StoredK::kType, kHeadDim),
+  kVRowBytes = panel_row_bytes(StoredV::kType, kValueDim),
+  // Lanes that copy a row of a panel together, 16 bytes each, and rows that a warp copies at once.
+  kRowLanes = max_of(kKRowBytes, kVRowBytes) / 16,
+  kRowsAtOnce = 32 / kRowLanes,
 };
+
+// Where chunk `chunk` of a row of a panel lies whose rows have so many bytes.
+template <int row_bytes>
+__device__ __forceinline__ u32 chunk_place(u32 row, u32 chunk) {
+  if (row_bytes == 128) return swizzled(row, chunk);
+  const u32 at = row * (row_bytes / 16) + chunk;
+  return 16 * (at ^ (at / 8 & (row_bytes / 16 - 1)));
+}
 
 // Loads by the lanes of a warp, a tile of its warp group at a time. `warps` warps share the rows of a tile.
 template <int warps>
@@ -17,8 +30,8 @@ class LaneLoader {
   // This warp is number `warp` of them.
   __device__ __forceinline__ LaneLoader(const DecodeParams& p, const TileWalk& tiles, int warp) : p_(p), tiles_(tiles) {
     const u32 lane = threadIdx.x % 32;
-    row_ = 4 * kRows * warp + lane / 8;
-    column_ = 8 * (lane % 8);
+    row_ = kRowsAtOnce * kRows * warp + lane / kRowLanes;
+    column_ = 8 * (lane % kRowLanes);
     if (more()) fetch_ids();
   }
 
@@ -37,11 +50,37 @@ class LaneLoader {
   // Starts the loads of this lane's part of the tile.
   template <bool whole>
   __device__ __forceinline__ void copy_keys(u32 to) const {
-    copy_rows<ElementK, kHeadDim, whole>(p_.k, p_.d, to);
+    copy_rows<StoredK, kHeadDim, whole>(p_.k, p_.d, to);
   }
   template <bool whole>
   __device__ __forceinline__ void copy_values(u32 to) const {
-    copy_rows<ElementV, kValueDim, whole>(p_.v, p_.dv, to);
+    copy_rows<StoredV, kValueDim, whole>(p_.v, p_.dv, to);
+  }
+
+  enum : int {
+    kRows = kBlockKeys / (kRowsAtOnce * warps),  // that a lane copies of
+    kScalesOfLane = (kScalesOfKey + kRowLanes - 1) / kRowLanes,  // of each row
+    kScalesOfTile = kRows * kScalesOfLane,
+  };
+  // The scales of this lane's rows, of which each lane of a row has some; 0 of rows that are not there. Their order is
+  // that of a tile's scales: of K, of V, zero points of K, of V.
+  __device__ __forceinline__ void load_scales(float (&x)[max_of(kScalesOfTile, 1)]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i)
+#pragma unroll
+      for (int j = 0; j < kScalesOfLane; ++j) {
+        const int number = column_ / 8 + j * kRowLanes;
+        x[i * kScalesOfLane + j] = number < kScalesOfKey && is_there(i) ? scale_of(i, number) : 0;
+      }
+  }
+  // To a tile's scales.
+  __device__ __forceinline__ void store_scales(const float (&x)[max_of(kScalesOfTile, 1)], u32 to) const {
+#pragma unroll
+    for (int i = 0; i < kScalesOfTile; ++i) {
+      const int number = column_ / 8 + i % kScalesOfLane * kRowLanes;
+      if (number >= kScalesOfKey) continue;
+      store_shared(to + 4 * (number * kBlockKeys + row_ + i / kScalesOfLane * kRowsAtOnce), __float_as_int(x[i]));
+    }
   }
 
   // Goes to the next tile.
@@ -52,14 +91,12 @@ class LaneLoader {
 
  private:
   enum : int {
-    // Rows that a lane copies of, every fourth one: eight lanes copy 128 bytes of a row.
-    kRows = kBlockKeys / (4 * warps),
-    // Of these, so many are in one page for certain, and equally far apart in memory.
-    kRunRows = kPage == 0 ? int(kRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kRows, 4) : 1,
+    // Of a lane's rows, so many are in one page for certain, and equally far apart in memory.
+    kRunRows = kPage == 0 ? int(kRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kRows, max_of(16 / kRowsAtOnce, 1)) : 1,
   };
 
   // The key of this lane's i-th row, from the first of the sequence on.
-  __device__ __forceinline__ int key(int i) const { return tiles_.tile() * kBlockKeys + row_ + 4 * i; }
+  __device__ __forceinline__ int key(int i) const { return tiles_.tile() * kBlockKeys + row_ + kRowsAtOnce * i; }
 
   // Page ids come one tile ahead of the loads that need them.
   __device__ __forceinline__ void fetch_ids() {
@@ -79,7 +116,25 @@ class LaneLoader {
     const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
     const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
     return static_cast<const typename Type::Memory*>(t.data) + entry * t.batch + row * t.row + tile.head * t.head +
-           column_;
+           column_ * int(2 / sizeof(typename Type::Memory));
+  }
+
+  // A scale of its key.
+  __device__ __forceinline__ float scale_of(int i, int number) const {
+    const WorkTile& tile = tiles_.work_tile();
+    const DecodeSequence& s = tile.sequence;
+    const bool zero_point = number >= kKScales + kVScales;
+    const int of = zero_point ? number - kKScales - kVScales : number;
+    const bool of_v = of >= (zero_point ? kKScales * kKZeroPoint : int(kKScales));
+    const CodeScales& t = of_v ? zero_point ? p_.v_zero_point : p_.v_scale
+                               : zero_point ? p_.k_zero_point : p_.k_scale;
+    const int group = of_v ? of - (zero_point ? kKScales * kKZeroPoint : int(kKScales)) : of;
+    if (t.data == nullptr) return zero_point ? 0 : 1;
+    const long long entry = !t.of_rows ? tile.batch : kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
+    const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
+    const long long at = entry * t.batch + row * t.row + tile.head * t.head + group * t.group;
+    if (t.type == kF32) return static_cast<const float*>(t.data)[at];
+    return half_to_float(static_cast<const unsigned short*>(t.data)[at]);
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
@@ -88,13 +143,17 @@ class LaneLoader {
 
   template <class Type, int columns, bool whole>
   __device__ __forceinline__ void copy_rows(const StridedTensor& t, int dim, u32 to) const {
-    const u32 first = to + swizzled(row_, column_ / 8);  // four rows on, a chunk is where it was but for bit 6
+    constexpr int kRowBytes = panel_row_bytes(Type::kType, columns);
+    // A step of rows is so many lines of 128 bytes, by which the place of a chunk changes in a line.
+    constexpr int kLines = kRowsAtOnce * kRowBytes / 128;
+    if (kRowBytes < 16 * kRowLanes && column_ >= kRowBytes / 2) return;
+    const u32 first = to + chunk_place<kRowBytes>(row_, column_ / 8);
     const typename Type::Memory* from = nullptr;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      from = i % kRunRows == 0 ? row<Type>(t, i) : from + 4 * t.row;
+      from = i % kRunRows == 0 ? row<Type>(t, i) : from + kRowsAtOnce * t.row;
       const bool there = whole || is_there(i);
-      copy_row<Type, columns, whole>((first ^ (i % 2 * 64)) + i * 512,
+      copy_row<Type, columns, whole>((first ^ 16 * (i * kLines & (kRowBytes / 16 - 1))) + i * kLines * 128,
                                      there ? from : static_cast<const typename Type::Memory*>(t.data),
                                      there ? dim : 0);
     }
@@ -103,20 +162,24 @@ class LaneLoader {
   // This lane's columns of a row, of which `dim` exist.
   template <class Type, int columns, bool whole>
   __device__ __forceinline__ void copy_row(u32 to, const typename Type::Memory* from, int dim) const {
+    constexpr int kOfPanel = Type::kPanelColumns, kOfChunk = chunk_columns(Type::kType);
+    constexpr int kStep = kPanelRowBytes / sizeof(typename Type::Memory);
+    constexpr int kBytes = kBlockKeys * panel_row_bytes(Type::kType, columns);
 #pragma unroll
-    for (int panel = 0; panel < (columns + 63) / 64; ++panel) {
-      if (64 * panel + 64 > columns && 64 * panel + column_ >= columns) continue;
+    for (int panel = 0; panel < panels_of(Type::kType, columns); ++panel) {
+      const int column = kOfPanel * panel + kOfChunk * (column_ / 8);
+      if (kOfPanel * panel + kOfPanel > columns && column >= columns) continue;
       if (whole) {
-        async_copy16(to + panel * kPanelBytes, from + 64 * panel);
+        async_copy16(to + panel * kBytes, from + kStep * panel);
       } else {
-        const u32 bytes = bytes_of_chunk(64 * panel + column_, dim);
-        async_copy16(to + panel * kPanelBytes, bytes > 0 ? from + 64 * panel : from, bytes);
+        const u32 bytes = bytes_of_chunk(bits_of(Type::kType), column, dim);
+        async_copy16(to + panel * kBytes, bytes > 0 ? from + kStep * panel : from, bytes);
       }
     }
   }
 
   const DecodeParams& p_;
   TileWalk tiles_;
-  int row_, column_;
+  int row_, column_;  // of 16-bit elements
   int ids_[kRows / kRunRows];
 };

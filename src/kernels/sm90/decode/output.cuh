@@ -4,6 +4,14 @@
 #include "attention/softmax.cuh"
 #include "sm90/decode/schedule/schedule.cuh"
 
+// The column of the `i`-th element that a thread has of O: products of codes of V take columns of a word of codes in
+// turns (sm90/decode/codes.cuh).
+__device__ __forceinline__ int o_column(int i) {
+  constexpr int kOfHalf = CodesOfV::kOfHalf;
+  const int eight = i / 4;
+  return eight / kOfHalf * 8 * kOfHalf + (int(thread_column()) + i % 2) * kOfHalf + eight % kOfHalf;
+}
+
 // Stores four columns of a row of O; `scale` is one over the sum.
 __device__ __forceinline__ void store_columns(const DecodeParams& p, ElementO::Memory* row, int column,
                                               const float4& x, float scale) {
@@ -120,8 +128,14 @@ __device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const
 #pragma unroll
     for (int i = 0; i < kExchangeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
       const int row = first_row + thread_row() + (i & 2 ? 8 : 0);
-      float2* const to = reinterpret_cast<float2*>(columns + row * kExchangeStride + i / 4 * 8 + thread_column());
-      if (has_row(i >> 1 & 1)) *to = {O[first / 2 + i], O[first / 2 + i + 1]};
+      if (!has_row(i >> 1 & 1)) continue;
+      float* const to = columns + row * kExchangeStride + o_column(first / 2 + i) - first;
+      if (kCodesV) {
+        to[0] = O[first / 2 + i];
+        to[CodesOfV::kOfHalf] = O[first / 2 + i + 1];
+      } else {
+        *reinterpret_cast<float2*>(to) = {O[first / 2 + i], O[first / 2 + i + 1]};
+      }
     }
     sync_compute_warps();
     constexpr int kFours = kExchangeColumns / 4;

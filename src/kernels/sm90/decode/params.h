@@ -3,8 +3,12 @@
 // kernel_config.h, generated per plan, holds a macro and one anonymous enum of ints:
 //   #define FULGUR_SCHEDULE StreamK     the type of the schedule (sm90/decode/schedule/schedule.cuh)
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
+//   kStoredQ, kStoredK, kStoredV  those of q, k and v in memory; k and v may have codes, q then has f16 or bf16
+//   kKScales, kVScales  scales that the codes of a key have for themselves, one for each group of columns; 0: those of
+//                   its sequence and kv head
+//   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
-//   kValueDim       dv rounded up to 16 (<= 256)
+//   kValueDim       dv rounded up to 16 (<= 256); both to 32 beside codes of 4 bits
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
@@ -44,6 +48,14 @@ struct DecodeMaps {
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
 };
 
+// Scales of codes, or their zero points, f32 or f16; null: they are 1. Strides in elements.
+struct CodeScales {
+  const void* data;
+  fulgur::kernels::Element type;
+  bool of_rows;  // lie as the rows of K or V do, else by sequence and kv head
+  long long batch, row, head, group;
+};
+
 struct DecodeParams : DecodeMaps, CallParams {
   StridedTensor o;
   float* lse;                  // as in AttentionParams
@@ -64,6 +76,7 @@ struct DecodeParams : DecodeMaps, CallParams {
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
   fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk
+  CodeScales k_scale, v_scale, k_zero_point, v_zero_point;  // of codes; strides of k and v then count bytes
 };
 
 // kAppends: q is where rotated queries go, and seqused_k is not read.

@@ -2,6 +2,7 @@
 #pragma once
 #include "device/operands.cuh"
 #include "device/append.cuh"
+#include "device/codes.cuh"
 #include "sm90/ptx/mbarrier.cuh"
 #include "device/memory.cuh"
 #include "device/schedule.cuh"
@@ -10,8 +11,25 @@
 #include "sm90/decode/layout.h"
 #include "sm90/decode/params.h"
 
-constexpr DecodeTile kTile = {kOperands, kHeadDim,  kValueDim,  kWarpsPerGroup, kWarpGroups,
-                              kTileRows, kBlockKeys, kKStages,       kVStages};
+// As memory has q, k and v: k and v perhaps as codes, for which products take operands of f16.
+using StoredQ = ElementType<Element(kStoredQ)>;
+using StoredK = ElementType<Element(kStoredK)>;
+using StoredV = ElementType<Element(kStoredV)>;
+using CodesOfK = Codes<StoredK::kType>;
+using CodesOfV = Codes<StoredV::kType>;
+
+enum : int {
+  kCodesK = is_code(StoredK::kType),
+  kCodesV = is_code(StoredV::kType),
+  kScalesOfKey = kKScales * (1 + kKZeroPoint) + kVScales * (1 + kVZeroPoint),
+};
+
+constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, StoredV::kType, ElementO::kType},
+                              kScalesOfKey,   kHeadDim,
+                              kValueDim,      kWarpsPerGroup,
+                              kWarpGroups,    kTileRows,
+                              kBlockKeys,     kKStages,
+                              kVStages};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu

@@ -1,0 +1,54 @@
+// Codes of low-bit formats (base/formats.h) on their way to products of f16, which has the number of each code.
+#pragma once
+#include "device/elements.cuh"
+
+// A word has kOfHalf codes in each half. numbers() makes words of two of f16: x[j] has the j-th code of the lower half
+// and the j-th of the upper one. is_finite(): whether all codes of a word are numbers.
+template <Element type>
+struct Codes {
+  enum : int { kOfHalf = max_of(16 / bits_of(type), 1) };
+
+  static __device__ __forceinline__ void numbers(u32 word, u32 (&x)[kOfHalf]) {
+    if constexpr (type == kE4M3) {
+      const u32 codes = __byte_perm(word, 0, 0x3120);
+      x[0] = e4m3_to_f16(static_cast<unsigned short>(codes));
+      x[1] = e4m3_to_f16(static_cast<unsigned short>(codes >> 16));
+    } else if constexpr (type == kE5M2) {  // the upper half of f16
+      x[0] = __byte_perm(word, 0, 0x2404);
+      x[1] = __byte_perm(word, 0, 0x3414);
+    } else if constexpr (type == kInt8) {  // 1024 + u is 0x6400 | u
+      const u32 u = word ^ 0x80808080;
+      x[0] = Half::add(__byte_perm(u, 0x64646464, 0x4240), 0xe480e480);
+      x[1] = Half::add(__byte_perm(u, 0x64646464, 0x4341), 0xe480e480);
+    } else if constexpr (type == kInt4) {  // and 1024 + 16 u is 0x6400 | u << 4
+      const u32 u = word ^ 0x88888888;
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const u32 pairs = u >> 4 * i;
+        x[i] = Half::add((pairs & 0x000f000f) | 0x64006400, 0xe408e408);
+        x[i + 1] = Half::fma((pairs & 0x00f000f0) | 0x64006400, 0x2c002c00, 0xd480d480);
+      }
+    }
+  }
+
+  // Only floats have codes that are none.
+  static __device__ __forceinline__ bool is_finite(u32 word) {
+    if constexpr (type == kE4M3) {
+      const u32 magnitude = word & 0x7f7f7f7f;  // 0x7f is NaN, and the only one that a carry leaves
+      return ((magnitude + 0x01010101) & 0x80808080) == 0;
+    } else if constexpr (type == kE5M2) {
+      const u32 exponent = word & 0x7c7c7c7c;
+      return ((exponent + 0x04040404) & 0x80808080) == 0;
+    } else {
+      return true;
+    }
+  }
+  // With 0 in place of those that are none.
+  static __device__ __forceinline__ u32 finite(u32 word) {
+    u32 kept = 0;
+#pragma unroll
+    for (int i = 0; i < 32; i += 8)
+      if (is_finite(word & 0xffu << i)) kept |= word & 0xffu << i;
+    return kept;
+  }
+};
