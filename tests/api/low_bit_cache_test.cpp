@@ -280,6 +280,167 @@ TEST_P(LowBitCaches, ScalesMayDifferByMuch) {
   }
 }
 
+// ---- append ----
+
+/// A call of append to caches of codes, all of its memory in buffers.
+struct AppendedCodes {
+  std::vector<Buffer> buffers;
+  AppendTensors call;
+  Tensor q{}, out{}, lengths{};
+
+  Tensor add(Buffer b) {
+    buffers.push_back(std::move(b));
+    return buffers.back().t;
+  }
+  /// Those of a copy lie in memory of its own.
+  AppendedCodes copy() const {
+    AppendedCodes c = *this;
+    const auto move = [&](Tensor& t) {
+      for (size_t i = 0; i < buffers.size(); ++i)
+        if (t.data == buffers[i].t.data) t.data = c.buffers[i].t.data = c.buffers[i].bytes.data();
+    };
+    for (Tensor* t : {&c.call.k_cache, &c.call.v_cache, &c.call.k_new, &c.call.v_new,
+                      &c.call.cache_seqlens, &c.call.page_table, &c.call.cos, &c.call.sin,
+                      &c.call.k_cache_descale, &c.call.v_cache_descale, &c.call.k_cache_zero_point,
+                      &c.call.v_cache_zero_point, &c.q, &c.out, &c.lengths})
+      move(*t);
+    return c;
+  }
+  void keep(EngineMemory& memory) {
+    for (Buffer& b : buffers) memory.keep(std::as_writable_bytes(std::span(b.bytes)));
+  }
+};
+
+// Codes, scales and zero points of new rows are bit for bit what the CPU makes of them, whatever
+// numbers these are, and nothing else is written.
+TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
+  constexpr int64_t kBatch = 2, kPage = 4, kPages = 8, kNew = 3, kHeads = 2, kPairs = 8;
+  for (int draw = 0; draw < 16; ++draw) {
+    const int64_t d = one_of<int64_t>({64, 96, 128});
+    const bool paged = random_() % 2 == 0, rotates = random_() % 2 == 0;
+    const DType rows = one_of({DType::kBF16, DType::kF16, DType::kF32});
+    const auto format = [&] {
+      return random_() % 8 == 0 ? rows
+                                : one_of({DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4});
+    };
+    AppendedCodes a;
+    a.buffers.reserve(32);
+    const std::vector<int64_t> cache = paged ? std::vector<int64_t>{kPages, kPage, kHeads, d}
+                                             : std::vector<int64_t>{kBatch, 4 * kPage, kHeads, d};
+    std::string formats;
+    const auto make_cache = [&](Tensor& codes, Tensor& scale, Tensor& zero_point) {
+      CachedCall::Keys keys = keys_of(format());
+      // Pages belong to no sequence of their own.
+      if (paged && keys.kind == ScaleKind::kSequencesAndHeads) keys.kind = ScaleKind::kHeads;
+      formats += std::string(" ") + name_of(keys.format) +
+                 std::to_string(static_cast<int>(keys.kind)) + (keys.zero_point ? "z" : "");
+      Buffer numbers(DType::kF32, cache);
+      randomize(numbers.t, random_);
+      if (keys.format == rows) {
+        Buffer same(rows, cache);
+        write(same.t, read(numbers.t));
+        codes = a.add(std::move(same));
+        return;
+      }
+      Coded c = Coded::of(numbers.t, keys.format, keys.kind, keys.zero_point, keys.scale, 32);
+      codes = a.add(std::move(c.codes));
+      if (c.scale.t.given()) scale = a.add(std::move(c.scale));
+      if (c.zero_point.t.given()) zero_point = a.add(std::move(c.zero_point));
+    };
+    make_cache(a.call.k_cache, a.call.k_cache_descale, a.call.k_cache_zero_point);
+    make_cache(a.call.v_cache, a.call.v_cache_descale, a.call.v_cache_zero_point);
+    if (a.call.k_cache.dtype == rows && a.call.v_cache.dtype == rows) continue;
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << test_seed() << " draw " << draw << formats << " of " << name_of(rows)
+                 << " d " << d << " paged " << paged << " rotates " << rotates);
+    const auto numbers = [&](DType dtype, std::vector<int64_t> shape, bool any) {
+      Buffer b(dtype, std::move(shape));
+      randomize(b.t, random_, one_of({1e-3, 1.0, 30.0}));
+      std::vector<double> x = read(b.t);
+      if (any) {
+        x[random_() % x.size()] = kInf;
+        x[random_() % x.size()] = 0;
+        x[random_() % x.size()] = 1e-41;
+        for (int64_t i = 0; i < d; ++i) x[static_cast<size_t>(i)] = random_() % 2 == 0 ? 0.0 : -0.0;
+        x[x.size() - 1 - random_() % 8] = kNan;
+        write(b.t, x);
+      }
+      return b;
+    };
+    const bool any = !rotates;
+    a.call.k_new = a.add(numbers(rows, {kBatch, kNew, kHeads, d}, any));
+    a.call.v_new = a.add(numbers(rows, {kBatch, kNew, kHeads, d}, any));
+    const auto ints = [&](std::vector<int64_t> shape, const std::vector<double>& values) {
+      Buffer b(DType::kI32, std::move(shape));
+      write(b.t, values);
+      return a.add(std::move(b));
+    };
+    a.call.cache_seqlens = ints({kBatch}, {5, 2});
+    if (paged) a.call.page_table = ints({kBatch, 4}, {7, 3, 1, 0, 2, 6, 4, 5});
+    if (rotates) {
+      const DType angles = one_of({rows, DType::kF32});
+      a.call.cos = a.add(numbers(angles, {16, kPairs}, false));
+      a.call.sin = a.add(numbers(angles, {16, kPairs}, false));
+      a.call.interleaved = random_() % 2 == 0;
+    }
+    AppendedCodes want = a.copy();
+    append(want.call, {});
+    AppendedCodes got = a.copy();
+    if (!computes([&] {
+          EngineMemory memory(engine());
+          got.keep(memory);
+          append(memory.at(got.call), {.engine = engine()});
+          memory.bring_back();
+        })) {
+      continue;
+    }
+    ASSERT_NE(got.buffers[0].bytes, a.buffers[0].bytes);
+    for (size_t i = 0; i < got.buffers.size(); ++i)
+      ASSERT_EQ(got.buffers[i].bytes, want.buffers[i].bytes) << "buffer " << i;
+    if (any || rows == DType::kF32) continue;
+
+    // In one call with attention what both calls give.
+    const auto attend = [&](AppendedCodes& c, bool appends) {
+      c.q = c.add(numbers(rows, {kBatch, 1, 4, d}, false));
+      write(c.q, std::vector<double>(static_cast<size_t>(c.q.numel()), 0.25));
+      c.out = c.add(Buffer(rows, {kBatch, 1, 4, d}));
+      Buffer lengths(DType::kI32, {kBatch});
+      write(lengths.t, std::vector<double>{5 + kNew, 2 + kNew});
+      c.lengths = c.add(std::move(lengths));
+      EngineMemory memory(engine());
+      c.keep(memory);
+      const AppendTensors rows_there = memory.at(c.call);
+      ForwardTensors f{.q = memory.at(c.q), .out = memory.at(c.out)};
+      Options options;
+      options.engine = engine();
+      if (appends) {
+        ForwardArgs args = appending(f, rows_there);
+        args.append.rotary = {};
+        forward(args, options);
+      } else {
+        f.k = rows_there.k_cache;
+        f.v = rows_there.v_cache;
+        f.seqused_k = memory.at(c.lengths);
+        f.page_table = rows_there.page_table;
+        f.k_descale = rows_there.k_cache_descale;
+        f.v_descale = rows_there.v_cache_descale;
+        f.k_zero_point = rows_there.k_cache_zero_point;
+        f.v_zero_point = rows_there.v_cache_zero_point;
+        forward(f, options);
+      }
+      memory.bring_back();
+      return read(c.out);
+    };
+    AppendedCodes together = a.copy(), apart = a.copy();
+    together.call.cos = together.call.sin = apart.call.cos = apart.call.sin = {};
+    append(apart.call, {});
+    std::vector<double> one, two;
+    if (!computes([&] { one = attend(together, true); })) continue;
+    two = attend(apart, false);
+    ASSERT_EQ(one, two);
+  }
+}
+
 FULGUR_EVERY_ENGINE(LowBitCaches);
 
 }  // namespace

@@ -695,8 +695,9 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
                                    "sm_100", "sm_120", "compute_80"};
   std::vector<KernelUse> kernels = {padding_kernel(), copy_kernel(), mma_rate_kernel()};
   for (const CallKernel kernel :
-       {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32, CallKernel::kMerge,
-        CallKernel::kUpload, CallKernel::kDivide}) {
+       {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32,
+        CallKernel::kQuantizeF16, CallKernel::kQuantizeBF16, CallKernel::kQuantizeF32,
+        CallKernel::kMerge, CallKernel::kUpload, CallKernel::kDivide}) {
     kernels.push_back(use_of(kernel));
   }
   for (const size_t i : sample_of(kernels.size() * kTargets.size(), kSample)) {

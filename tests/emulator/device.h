@@ -154,6 +154,7 @@ inline unsigned atomicInc(unsigned* at, unsigned last) {
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 inline double __dmul_rn(double a, double b) { return a * b; }
 inline double __dadd_rn(double a, double b) { return a + b; }
@@ -191,6 +192,7 @@ double exp(double) noexcept;
 double fmax(double, double) noexcept;
 double log(double) noexcept;
 float fabsf(float) noexcept;
+float rintf(float) noexcept;
 float fmaxf(float, float) noexcept;
 float fminf(float, float) noexcept;
 }

@@ -5,9 +5,12 @@
 #include <limits>
 
 #include "cuda/common/call_kernel.h"
+#include "cuda/common/kernel_key.h"
 
 namespace fulgur::cuda {
 namespace {
+
+constexpr int kWarpLog2 = 5;  // lanes that make codes of a head
 
 int count_of(const char* name, int64_t count, const char* of_what) {
   return counted(name, count, of_what, "append");
@@ -27,12 +30,26 @@ AppendRows rows_between(const ConstTensor& from, const Layout& at, const Tensor&
           to_at.head,
           static_cast<int>(heads),
           static_cast<int>(dim),
-          static_cast<int>(pairs)};
+          static_cast<int>(pairs),
+          {}};
+}
+
+AppendScales scales_of(const Tensor& t, const Scales& at) {
+  return {t.data, at.dtype == DType::kF32, at.batch, at.row, at.head, at.group};
+}
+
+/// What makes codes for a cache; nothing where it holds the rows as they are.
+AppendCodes codes_of(const Tensor& cache, const Tensor& scale, const Scales& scales,
+                     const Tensor& zero_point, const Scales& zero_points) {
+  if (!is_low_bit(cache.dtype)) return {};
+  return {static_cast<int>(element_of(cache.dtype)), static_cast<int>(scales.groups),
+          scales.of_rows, scales_of(scale, scales), scales_of(zero_point, zero_points)};
 }
 
 /// Whether rows and angles, and their halves, are made of 16 bytes at multiples of 16 bytes.
 bool all_wide(const AppendCall& c) {
   const AppendArgs& a = c.args;
+  if (is_low_bit(c.p.dtypes.k) || is_low_bit(c.p.dtypes.v)) return false;
   const int64_t piece = 16 / size_of(c.p.dtypes.k);
   if (c.p.d % piece != 0 || c.p.dv % piece != 0 || c.pairs % piece != 0) return false;
   for (const Layout* rows : {&c.p.k, &c.p.v, &c.k_new, &c.v_new, &c.p.q, &c.q_out}) {
@@ -60,6 +77,10 @@ AppendParams append_params(const AppendCall& c) {
   count_of("q", c.hq, "heads");
   p.k = rows_between(a.rows.k_new, c.k_new, a.rows.k_cache, c.p.k, c.p.hk, c.p.d, c.pairs);
   p.v = rows_between(a.rows.v_new, c.v_new, a.rows.v_cache, c.p.v, c.p.hk, c.p.dv, 0);
+  p.k.codes = codes_of(a.rows.k_cache, a.rows.k_cache_descale, c.p.k_descale,
+                       a.rows.k_cache_zero_point, c.p.k_zero_point);
+  p.v.codes = codes_of(a.rows.v_cache, a.rows.v_cache_descale, c.p.v_descale,
+                       a.rows.v_cache_zero_point, c.p.v_zero_point);
   p.q = rows_between(a.q, c.p.q, a.q_out, c.q_out, c.hq, c.p.d, c.pairs);
   p.page_table = ints(a.cache.page_table);
   p.page_indptr = ints(a.cache.page_indptr);
@@ -80,8 +101,9 @@ AppendParams append_params(const AppendCall& c) {
   p.interleaved = a.rows.rotary.interleaved;
   p.advance = c.advance;
   p.wide = all_wide(c);
+  const bool codes = p.k.codes.format != 0 || p.v.codes.format != 0;
   const int64_t steps = std::max(c.p.d, c.p.dv) / (p.wide ? 16 / size_of(c.p.dtypes.k) : 1);
-  p.lanes_log2 = lanes_log2(steps);
+  p.lanes_log2 = codes ? kWarpLog2 : lanes_log2(steps);
   return p;
 }
 

@@ -24,13 +24,17 @@ KernelUse use_of(CallKernel kernel) {
   if (kernel == CallKernel::kDivide)
     return {{"common/shared_prefix.cu", ""}, "fulgur_shared_prefix", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
+  const bool codes = kernel >= CallKernel::kQuantizeF16;
   const std::string header = fmt::format(
-      "#pragma once\n#include \"host_device/element.h\"\nconstexpr Element kElement = {};\n",
-      elements[static_cast<int>(kernel)]);
+      "#pragma once\n#include \"host_device/element.h\"\nconstexpr Element kElement = {};\n"
+      "constexpr bool kCodes = {};\n",
+      elements[static_cast<int>(kernel) % 3], codes);
   return {{"common/append.cu", header}, "fulgur_append", 0};
 }
 
-CallKernel append_kernel(DType dtype) { return static_cast<CallKernel>(dtype); }
+CallKernel append_kernel(DType rows, bool codes) {
+  return static_cast<CallKernel>(static_cast<int>(rows) + (codes ? 3 : 0));
+}
 
 CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream) {
   const std::atomic<CUfunction>& function = gpu.call_function(static_cast<int>(kernel));

@@ -8,14 +8,25 @@ namespace fulgur::cuda {
 // The kernels of calls without a plan, append and merge, and others that are the same for all
 // plans.
 
-/// Append has one for each dtype. kUpload writes numbers of its arguments to memory, of plans, too;
-/// kDivide what the parts of a plan over shared prefixes are told.
-enum class CallKernel : uint8_t { kAppendF16, kAppendBF16, kAppendF32, kMerge, kUpload, kDivide };
+/// Append has one for each dtype, and one that makes codes of it. kUpload writes numbers of its
+/// arguments to memory, of plans, too; kDivide what the parts of a plan over shared prefixes are
+/// told.
+enum class CallKernel : uint8_t {
+  kAppendF16,
+  kAppendBF16,
+  kAppendF32,
+  kQuantizeF16,
+  kQuantizeBF16,
+  kQuantizeF32,
+  kMerge,
+  kUpload,
+  kDivide
+};
 
 KernelUse use_of(CallKernel kernel);
 
-/// That of append for caches of f16, bf16 or f32.
-CallKernel append_kernel(DType dtype);
+/// That of append for new rows of f16, bf16 or f32, which caches take as they are or as `codes`.
+CallKernel append_kernel(DType rows, bool codes);
 
 /// The kernel on a device, in its context. The first call loads it, and compiles it if need be.
 /// Throws Error(kInvalidArgument) for a first call on a stream that is being captured.

@@ -18,12 +18,19 @@
 namespace fulgur::cuda {
 namespace {
 
+/// `rows`: the dtype of new rows.
+CallKernel kernel_of(DType rows, const OperandTypes& caches) {
+  return append_kernel(rows, is_low_bit(caches.k) || is_low_bit(caches.v));
+}
+
+CallKernel kernel_of(const AppendCall& call) { return kernel_of(call.rows, call.p.dtypes); }
+
 /// Rows that CTAs take one by one.
 int64_t rows_of(const AppendParams& p) { return int64_t{p.tokens.count} + p.queries.count; }
 
 void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const AppendParams& params) {
   const int64_t blocks = std::max<int64_t>(rows_of(params), 1);
-  launch(append_kernel(call.p.dtypes.k), gpu, stream, &params, blocks,
+  launch(kernel_of(call), gpu, stream, &params, blocks,
          std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
 }
 
@@ -32,16 +39,17 @@ void refuse(const AppendCall& call) {
   refuse_f64("k_cache", call.args.rows.k_cache, "append");
   for (const auto& [name, t] : {std::pair{"k_cache", &call.args.rows.k_cache},
                                 std::pair{"v_cache", &call.args.rows.v_cache}}) {
-    if (!is_low_bit(t->dtype)) continue;
-    throw Error(Status::kUnsupported, fmt::format("{}: got {}, and append on cuda makes no codes",
-                                                  name, name_of(t->dtype)));
+    if (!is_low_bit(t->dtype) || t->dtype <= DType::kInt4) continue;
+    throw Error(Status::kUnsupported,
+                fmt::format("{}: got {}, append on cuda makes codes of e4m3, e5m2, int8 and int4",
+                            name, name_of(t->dtype)));
   }
 }
 
 class CudaAppendStep final : public AppendStep {
  public:
   CudaAppendStep(const Problem& p, Gpu& gpu) : gpu_(gpu) {
-    load(append_kernel(p.dtypes.k), gpu);
+    load(kernel_of(p.dtypes.q, p.dtypes), gpu);
     if (p.append.host_numbers > 0) load(CallKernel::kUpload, gpu);
     Arena arena;
     lengths_ = arena.take(p.append.batch * int64_t{sizeof(int32_t)});
@@ -80,7 +88,7 @@ void append(const AppendCall& call, const Run& run) {
   if (params.batch == 0 || rows_of(params) == 0) return;
   const CurrentContext current(gpu.context());
   const auto stream = static_cast<CUstream>(run.stream);
-  loaded(append_kernel(call.p.dtypes.k), gpu,
+  loaded(kernel_of(call), gpu,
          stream);  // before anything is launched, as it may throw
   const HostMetadata numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
@@ -94,7 +102,7 @@ void append(const AppendCall& call, const Run& run) {
 
 void prepare(const AppendCall& call) {
   refuse(call);
-  load(append_kernel(call.p.dtypes.k), usable_gpu(call.p.device.index));
+  load(kernel_of(call), usable_gpu(call.p.device.index));
 }
 
 std::unique_ptr<const AppendStep> append_step(const Problem& problem) {

@@ -81,7 +81,8 @@ void add_requests(const Problem& problem, const Target& target,
   }
   const bool forward = problem.pass == Pass::kForward;
   if (forward) {
-    if (!is_low_bit(problem.dtypes.k)) add_of_none(append_kernel(problem.dtypes.k));
+    const bool codes = is_low_bit(problem.dtypes.k) || is_low_bit(problem.dtypes.v);
+    if (!is_low_bit(problem.dtypes.q)) add_of_none(append_kernel(problem.dtypes.q, codes));
     add_of_none(CallKernel::kMerge);
   }
   if (forward || !problem.alike() || problem.has(Arg::kAlibiSlopes) || problem.has(Arg::kSinks)) {

@@ -1,7 +1,8 @@
 // New rows of K and V to their places in caches, keys turned by rotary position embedding, and queries turned with. A
-// CTA takes a token, a group of lanes a head of it.
+// CTA takes a token, a group of lanes a head of it. kCodes: caches may hold codes, which a warp makes of a head.
 #include "kernel_config.h"
 #include "device/append.cuh"
+#include "device/quantize.cuh"
 #include "host_device/heads.h"
 
 // CTAs of an SM, which hide the time that memory takes; registers for as many are enough.
@@ -24,7 +25,12 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads, kAppendCtas)
     const int heads = is_new ? p.k.heads + p.v.heads : p.q.heads;
     for (int h = blockIdx.y * groups + group; h < heads; h += gridDim.y * groups) {
       const bool of_v = is_new && h >= p.k.heads;
-      append_head<kElement>(p, of_v ? p.v : is_new ? p.k : p.q, token, to, of_v ? h - p.k.heads : h, lane);
+      const AppendRows& rows = of_v ? p.v : is_new ? p.k : p.q;
+      const int head = of_v ? h - p.k.heads : h;
+      if (kCodes && rows.codes.format != 0)
+        quantize_head<kElement>(p, rows, token, to, head, lane);
+      else
+        append_head<kElement>(p, rows, token, to, head, lane);
     }
   }
 }

@@ -2,6 +2,21 @@
 // count elements. Nobody has checked what lengths, tables and indices hold.
 #pragma once
 
+// Scales of codes, or their zero points, [f32 or f16]; strides are 0 where all have the same.
+struct AppendScales {
+  void* data;
+  int f32;
+  long long batch, row, head, group;
+};
+
+// What makes codes of rows.
+struct AppendCodes {
+  int format;   // the Element (host_device/element.h); 0: rows stay as they are
+  int groups;   // of columns with a scale each; 0: codes have no scales
+  int of_rows;  // scales lie as the rows do, and are written; else by sequence and head, and are read
+  AppendScales scale, zero_point;  // data is null where there is none
+};
+
 // Rows that go from one tensor to another.
 struct AppendRows {
   const void* from;
@@ -10,6 +25,7 @@ struct AppendRows {
   long long to_batch, to_row, to_head;
   int heads, dim;
   int pairs;  // of columns that are rotated
+  AppendCodes codes;
 };
 
 // How rows of sequences follow each other.

@@ -21,12 +21,11 @@ struct Codes {
       x[0] = Half::add(__byte_perm(u, 0x64646464, 0x4240), 0xe480e480);
       x[1] = Half::add(__byte_perm(u, 0x64646464, 0x4341), 0xe480e480);
     } else if constexpr (type == kInt4) {  // and 1024 + 16 u is 0x6400 | u << 4
-      const u32 u = word ^ 0x88888888;
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        const u32 pairs = u >> 4 * i;
-        x[i] = Half::add((pairs & 0x000f000f) | 0x64006400, 0xe408e408);
-        x[i + 1] = Half::fma((pairs & 0x00f000f0) | 0x64006400, 0x2c002c00, 0xd480d480);
+        const u32 pairs = word >> 4 * i;
+        x[i] = Half::add((pairs & 0x000f000f) ^ 0x64086408, 0xe408e408);
+        x[i + 1] = Half::fma((pairs & 0x00f000f0) ^ 0x64806480, 0x2c002c00, 0xd480d480);
       }
     }
   }

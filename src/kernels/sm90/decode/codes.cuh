@@ -6,7 +6,10 @@
 #include "sm90/decode/output.cuh"
 #include "sm90/decode/scores.cuh"
 
-enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
+enum : int {
+  kQPanelBytes = kBlockRows * kPanelRowBytes,
+  kThreadRows = kTileRows <= 8 ? 1 : 2,  // of a thread's two rows, those that may be some of the work tile
+};
 
 static_assert(!kCodesK || (ElementQ::kType == kF16 && kBlockKeys % 32 == 0));
 static_assert(!kCodesV || (ElementV::kType == kF16 && kBlockKeys % 32 == 0 && kWarpGroups > 1));
@@ -95,7 +98,8 @@ class WorkTileScales {
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
       const float2 k = kKScales > 0 ? scales_of_pair(scales, group, eight) : float2{1, 1};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) S[4 * eight + i] *= kKScales > 0 ? q_[i / 2] * (i % 2 ? k.y : k.x) : q_[i / 2];
+      for (int i = 0; i < 2 * kThreadRows; ++i)
+        S[4 * eight + i] *= kKScales > 0 ? q_[i / 2] * (i % 2 ? k.y : k.x) : q_[i / 2];
     }
   }
 
@@ -109,7 +113,7 @@ class WorkTileScales {
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
       const float2 v = scales_of_pair(scales, kKScales + group, eight);
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < kThreadRows; ++i) {
         float* const pair = x + 4 * eight + 2 * i;
         pair[0] = Half::low(P[2 * eight + i]) * v.x;
         pair[1] = Half::high(P[2 * eight + i]) * v.y;
@@ -117,9 +121,9 @@ class WorkTileScales {
       }
     }
     int (&exponent)[2] = exponent_[group];
-    int next[2];
+    int next[2] = {exponent[0], exponent[1]};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int of_tile = min(int(__float_as_uint(quad_max(largest[i])) >> 23), 253);
       next[i] = of_tile > exponent[i] + 13 ? of_tile : exponent[i];
     }
@@ -133,7 +137,7 @@ class WorkTileScales {
     const float unit[2] = {__int_as_float((254 - exponent[0]) << 23), __int_as_float((254 - exponent[1]) << 23)};
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 4; ++i)
-      weighed[i] = Half::pack(x[2 * i] * unit[i % 2], x[2 * i + 1] * unit[i % 2]);
+      weighed[i] = i % 2 < kThreadRows ? Half::pack(x[2 * i] * unit[i % 2], x[2 * i + 1] * unit[i % 2]) : 0;
   }
 
   // O in numbers of V. A row without keys stays 0.

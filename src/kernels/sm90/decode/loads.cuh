@@ -62,24 +62,41 @@ class LaneLoader {
     kScalesOfLane = (kScalesOfKey + kRowLanes - 1) / kRowLanes,  // of each row
     kScalesOfTile = kRows * kScalesOfLane,
   };
-  // The scales of this lane's rows, of which each lane of a row has some; 0 of rows that are not there. Their order is
-  // that of a tile's scales: of K, of V, zero points of K, of V.
-  __device__ __forceinline__ void load_scales(float (&x)[max_of(kScalesOfTile, 1)]) const {
+  // Starts the loads of the scales of this lane's rows, of which each lane of a row has some, as memory has them; 0 of
+  // rows that are not there.
+  __device__ __forceinline__ void load_scales(u32 (&x)[max_of(kScalesOfTile, 1)]) const {
+    const WorkTile& tile = tiles_.work_tile();
+    const DecodeSequence& s = tile.sequence;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
+    for (int j = 0; j < kScalesOfLane; ++j) {
+      const LaneScale t = scale_of(column_ / 8 + j * kRowLanes);
+      const char* at = nullptr;
 #pragma unroll
-      for (int j = 0; j < kScalesOfLane; ++j) {
-        const int number = column_ / 8 + j * kRowLanes;
-        x[i * kScalesOfLane + j] = number < kScalesOfKey && is_there(i) ? scale_of(i, number) : 0;
+      for (int i = 0; i < kRows; ++i) {
+        if (i % kRunRows == 0) {
+          const long long entry = !t.of_rows ? tile.batch : kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
+          const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
+          at = t.data + entry * t.batch + row * t.row + tile.head * t.head;
+        } else {
+          at += kRowsAtOnce * t.row;
+        }
+        u32& to = x[i * kScalesOfLane + j];
+        const bool there = t.exists && is_there(i);
+        to = 0;
+        if (there && !t.half) to = *reinterpret_cast<const u32*>(at);
+        if (there && t.half) to = *reinterpret_cast<const unsigned short*>(at);
       }
+    }
   }
-  // To a tile's scales.
-  __device__ __forceinline__ void store_scales(const float (&x)[max_of(kScalesOfTile, 1)], u32 to) const {
+  // To a tile's scales, as f32.
+  __device__ __forceinline__ void store_scales(const u32 (&x)[max_of(kScalesOfTile, 1)], u32 to) const {
 #pragma unroll
     for (int i = 0; i < kScalesOfTile; ++i) {
       const int number = column_ / 8 + i % kScalesOfLane * kRowLanes;
-      if (number >= kScalesOfKey) continue;
-      store_shared(to + 4 * (number * kBlockKeys + row_ + i / kScalesOfLane * kRowsAtOnce), __float_as_int(x[i]));
+      const LaneScale t = scale_of(number);
+      if (!t.exists) continue;
+      store_shared(to + 4 * (number * kBlockKeys + row_ + i / kScalesOfLane * kRowsAtOnce),
+                   t.half ? __float_as_int(half_to_float(static_cast<unsigned short>(x[i]))) : int(x[i]));
     }
   }
 
@@ -90,6 +107,13 @@ class LaneLoader {
   }
 
  private:
+  // Where the scales lie that a lane loads of its rows; strides in bytes.
+  struct LaneScale {
+    const char* data;
+    long long batch, row, head;
+    bool of_rows, half, exists;
+  };
+
   enum : int {
     // Of a lane's rows, so many are in one page for certain, and equally far apart in memory.
     kRunRows = kPage == 0 ? int(kRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kRows, max_of(16 / kRowsAtOnce, 1)) : 1,
@@ -119,22 +143,28 @@ class LaneLoader {
            column_ * int(2 / sizeof(typename Type::Memory));
   }
 
-  // A scale of its key.
-  __device__ __forceinline__ float scale_of(int i, int number) const {
-    const WorkTile& tile = tiles_.work_tile();
-    const DecodeSequence& s = tile.sequence;
+  // The scale of the lane's rows with this number, in the order of a tile's scales: of K, of V, zero points of K, of V.
+  __device__ __forceinline__ LaneScale scale_of(int number) const {
     const bool zero_point = number >= kKScales + kVScales;
+    const int of_k = zero_point ? kKScales * kKZeroPoint : int(kKScales);
     const int of = zero_point ? number - kKScales - kVScales : number;
-    const bool of_v = of >= (zero_point ? kKScales * kKZeroPoint : int(kKScales));
-    const CodeScales& t = of_v ? zero_point ? p_.v_zero_point : p_.v_scale
-                               : zero_point ? p_.k_zero_point : p_.k_scale;
-    const int group = of_v ? of - (zero_point ? kKScales * kKZeroPoint : int(kKScales)) : of;
-    if (t.data == nullptr) return zero_point ? 0 : 1;
-    const long long entry = !t.of_rows ? tile.batch : kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
-    const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
-    const long long at = entry * t.batch + row * t.row + tile.head * t.head + group * t.group;
-    if (t.type == kF32) return static_cast<const float*>(t.data)[at];
-    return half_to_float(static_cast<const unsigned short*>(t.data)[at]);
+    // Member by member: an address that depends on the lane would make loads of these.
+    const auto member = [&](auto of_scales) __attribute__((always_inline)) {
+      const auto k = kKZeroPoint && zero_point ? of_scales(p_.k_zero_point) : of_scales(p_.k_scale);
+      const auto v = kVZeroPoint && zero_point ? of_scales(p_.v_zero_point) : of_scales(p_.v_scale);
+      return of < of_k ? k : v;
+    };
+    const bool half = member([](const CodeScales& t) { return t.type == kF16; });
+    const int bytes = half ? 2 : 4;
+    const long long group = of < of_k ? of : of - of_k;
+    return {member([](const CodeScales& t) { return static_cast<const char*>(t.data); }) +
+                group * member([](const CodeScales& t) { return t.group; }) * bytes,
+            member([](const CodeScales& t) { return t.batch; }) * bytes,
+            member([](const CodeScales& t) { return t.row; }) * bytes,
+            member([](const CodeScales& t) { return t.head; }) * bytes,
+            member([](const CodeScales& t) { return t.of_rows; }),
+            half,
+            number < kScalesOfKey};
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
