@@ -131,6 +131,11 @@ CallGraph Expressions::graph(bool backward) const {
   return call;
 }
 
+std::span<const Expressions::TensorLayout> Expressions::layouts() const {
+  if (!given()) return {};
+  return parts_->tensors;
+}
+
 std::vector<TensorBinding> Expressions::bound(std::span<const TensorBinding> bindings) const {
   std::vector<TensorBinding> in_order;
   if (!given()) return in_order;

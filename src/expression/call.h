@@ -35,6 +35,17 @@ struct Caller {
 /// knows of them. Those of most calls are not given.
 class Expressions {
  public:
+  /// Of a tensor, or of its gradient.
+  struct TensorLayout {
+    DType dtype;
+    int rank;
+    std::array<int64_t, ConstTensor::kMaxRank> shape, strides;
+
+    explicit TensorLayout(const ConstTensor& t)
+        : dtype(t.dtype), rank(t.rank), shape(t.shape), strides(t.strides) {}
+    bool operator==(const TensorLayout&) const = default;
+  };
+
   Expressions() = default;
   /// Throws Error(kInvalidArgument).
   Expressions(const Options& options, std::span<const TensorBinding> bindings,
@@ -51,6 +62,8 @@ class Expressions {
 
   /// For the forward pass, or the backward pass.
   CallGraph graph(bool backward) const;
+  /// Of the tensors, in the order of the graph, as they were planned for.
+  std::span<const TensorLayout> layouts() const;
   /// The tensors of a call, in the order of the graph, and where their gradients go.
   std::vector<TensorBinding> bound(std::span<const TensorBinding> bindings) const;
 
@@ -58,17 +71,6 @@ class Expressions {
   size_t hash() const;
 
  private:
-  /// Of a tensor, or of its gradient.
-  struct TensorLayout {
-    DType dtype;
-    int rank;
-    std::array<int64_t, ConstTensor::kMaxRank> shape, strides;
-
-    explicit TensorLayout(const ConstTensor& t)
-        : dtype(t.dtype), rank(t.rank), shape(t.shape), strides(t.strides) {}
-    bool operator==(const TensorLayout&) const = default;
-  };
-
   struct Parts {
     Expr score, mask;
     Graph graph;  ///< of both

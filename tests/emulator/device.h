@@ -195,4 +195,10 @@ float fabsf(float) noexcept;
 float rintf(float) noexcept;
 float fmaxf(float, float) noexcept;
 float fminf(float, float) noexcept;
+float floorf(float) noexcept;
+float sqrtf(float) noexcept;
+float sinf(float) noexcept;
+float cosf(float) noexcept;
+float erff(float) noexcept;
+float powf(float, float) noexcept;
 }

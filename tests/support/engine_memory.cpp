@@ -91,7 +91,7 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.v_descale),
           at(t.k_zero_point),
           at(t.v_zero_point),
-          t.tensors};  // in the host's memory: no other engine takes them
+          at(t.tensors)};
 }
 
 BackwardTensors EngineMemory::at(const BackwardTensors& t) {
@@ -115,7 +115,7 @@ BackwardTensors EngineMemory::at(const BackwardTensors& t) {
           at(t.dsinks),
           at(t.bias),
           at(t.dbias),
-          t.tensors};
+          at(t.tensors)};
 }
 
 AppendTensors EngineMemory::at(const AppendTensors& t) {
@@ -139,6 +139,21 @@ AppendTensors EngineMemory::at(const AppendTensors& t) {
           at(t.v_cache_descale),
           at(t.k_cache_zero_point),
           at(t.v_cache_zero_point)};
+}
+
+std::vector<TensorBinding> EngineMemory::at(std::vector<TensorBinding> tensors) {
+  for (TensorBinding& t : tensors) {
+    Tensor values;
+    values.data = const_cast<void*>(t.tensor.data);
+    values.dtype = t.tensor.dtype;
+    values.rank = t.tensor.rank;
+    values.shape = t.tensor.shape;
+    values.strides = t.tensor.strides;
+    values.device = t.tensor.device;
+    t.tensor = at(values);
+    t.grad = at(t.grad);
+  }
+  return tensors;
 }
 
 Options EngineMemory::options(const ForwardTensors& t, const Options& options) const {

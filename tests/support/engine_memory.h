@@ -34,6 +34,7 @@ class EngineMemory {
   ForwardTensors at(const ForwardTensors& t);
   BackwardTensors at(const BackwardTensors& t);
   AppendTensors at(const AppendTensors& t);
+  std::vector<TensorBinding> at(std::vector<TensorBinding> tensors);
 
   /// `options` with the longest packed sequences, which the library cannot read off a device.
   Options options(const ForwardTensors& t, const Options& options) const;

@@ -321,7 +321,7 @@ def flex_attention(
     query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
     kernel_options=None,
 ):  # fmt: skip
-    """:func:`torch.nn.attention.flex_attention.flex_attention`, eagerly, on the CPU, with all of its gradients.
+    """:func:`torch.nn.attention.flex_attention.flex_attention`, eagerly, with all of its gradients.
 
     ``score_mod(score, b, h, q_idx, kv_idx)`` and the function of ``block_mask`` are looked at once a call, with symbols
     in the place of tensors: they compute with operators, functions of PyTorch, elements of the tensors that they have

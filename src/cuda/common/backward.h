@@ -48,7 +48,7 @@ struct AnyBackwardKey : KernelKey {
   /// Whether dQ is added to dq_accum while dK and dV are computed; otherwise dS is stored.
   bool accumulates_dq() const { return dq_method != DqMethod::kStored; }
   /// Whether gradients may need repair, since a mask hides what products touch.
-  bool repairs() const { return has_left || has_right || bias != 0; }
+  bool repairs() const { return has_left || has_right || scores_hide(); }
   int64_t dq_accum_floats(int64_t rows) const;  ///< of so many rows of all heads
 };
 

@@ -10,6 +10,7 @@
 #include "base/convert.h"
 #include "base/formats.h"
 #include "call/mask.h"
+#include "cuda/common/expression.h"
 #include "kernels/host_device/dropout.h"
 #include "kernels/host_device/score.h"
 
@@ -78,6 +79,7 @@ KernelKey kernel_key(const Problem& p) {
     const int step = kernels::k_step(element_of(dtype));
     return ceil_div(dim, step) * step;
   };
+  const DeviceExpressions expressions(p);
   return {.dtypes = types,
           .head_dim = rounded(p.d, types.k),
           .value_dim = rounded(p.dv, types.v),
@@ -91,6 +93,10 @@ KernelKey kernel_key(const Problem& p) {
           .alibi = p.has(Arg::kAlibiSlopes),
           .bias = p.has(Arg::kBias) ? 1 + element_of(p.bias.dtype) : 0,
           .bias_rows = p.bias.row != 0,
+          .score_mod = expressions.changes_scores(),
+          .mask_mod = expressions.masks(),
+          .score_mod_slope = expressions.has_slope(),
+          .expressions = expressions.text(),
           .packed = p.packed,
           .seqused_q = p.has(Arg::kSeqUsedQ),
           .seqused_k = p.has(Arg::kSeqUsedK)};
@@ -169,7 +175,7 @@ float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::nu
 bool transforms(const Problem& p) {
   const bool biased = p.has(Arg::kBias);
   return !(scale_log2(p) >= std::numeric_limits<float>::min()) || p.softcap > 0 ||
-         p.has(Arg::kAlibiSlopes) ||
+         p.has(Arg::kAlibiSlopes) || p.expressions.changes_scores() ||
          (biased && (p.scale < kMinBiasedScale || p.dtypes.q == DType::kE4M3));
 }
 

@@ -49,7 +49,13 @@ struct KernelKey {
   bool transforms_scores = false, softcap = false, alibi = false;
   int bias = 0;            ///< 1 + the element type of a dense bias; 0: there is none
   bool bias_rows = false;  ///< each query has a row of it
+  bool score_mod = false, mask_mod = false;  ///< expressions
+  bool score_mod_slope = false;              ///< the derivative of score_mod is not 1 everywhere
+  std::string expressions{};                 ///< their functions, as text of kernel_config.h
   bool packed = false, seqused_q = false, seqused_k = false;
+
+  /// Whether scores say which keys are hidden.
+  bool scores_hide() const { return bias != 0 || score_mod || mask_mod; }
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -69,6 +75,9 @@ struct KernelKey {
     f("kAlibi", alibi);
     f("kBias", bias);
     f("kBiasRows", bias_rows);
+    f("kScoreMod", score_mod);
+    f("kMaskMod", mask_mod);
+    f("kScoreModSlope", score_mod_slope);
     f("kPacked", packed);
     f("kSeqUsedQ", seqused_q);
     f("kSeqUsedK", seqused_k);
@@ -183,7 +192,7 @@ std::string kernel_config(const Key& key) {
     else
       config.constants.emplace_back(name, static_cast<int>(value));
   });
-  return config_text(config);
+  return config_text(config) + key.expressions;
 }
 
 }  // namespace fulgur::cuda

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "cuda/common/expression.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
@@ -66,6 +67,7 @@ class ScoresExecutable final : public Executable {
         plan_(plan),
         reasons_(std::move(reasons)),
         numbers_(problem_, gpu),
+        expressions_(problem_),
         kernel_(gpu.kernel(kernels_of(plan)[0]).function) {}
 
   void run(const Call& call, const Run& run) const override {
@@ -115,6 +117,7 @@ class ScoresExecutable final : public Executable {
     ScoresParams params{};
     static_cast<CallParams&>(params) = call_params(p, band_of(plan_, p.mask));
     set_tensors(params, args);
+    params.expression = expressions_.arguments(args.tensors);
     params.q = {const_cast<void*>(args.q.data), p.q.batch, p.q.row, p.q.head};
     params.k = {const_cast<void*>(args.k.data), p.k.batch, p.k.row, p.k.head};
     params.scores = static_cast<float*>(args.scores.data);
@@ -146,6 +149,7 @@ class ScoresExecutable final : public Executable {
   ScoresPlan plan_;
   Reasons reasons_;
   HostMetadata numbers_;
+  DeviceExpressions expressions_;
   CUfunction kernel_;
 };
 

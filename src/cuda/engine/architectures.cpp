@@ -12,9 +12,13 @@
 namespace fulgur::cuda {
 
 const Architecture& architecture_of(const Target& target) {
-  static const std::array<const Family*, 5> kHopperFamilies = {
-      &sm90::forward_family(), &sm90::decode_family(), &sm90::invariant_by_rows_family(),
-      &sm90::backward_family(), &scores_family()};
+  static const std::array<const Family*, 6> kHopperFamilies = {
+      &sm90::forward_family(),
+      &sm90::decode_family(),
+      &sm90::invariant_by_rows_family(),
+      &sm90::backward_family(),
+      &portable::backward_family_of_expressions(),
+      &scores_family()};
   // What was measured on an H200 stands for every H100, H200 and GH200. An SM of the H100 PCIe is
   // taken to read as fast.
   static constexpr Card kH200{};

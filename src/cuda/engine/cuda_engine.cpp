@@ -37,7 +37,6 @@ class CudaEngine final : public Engine {
   }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
-    if (p.expressions.given()) return "computes no score_mod and no mask_mod";
     if (p.origin != Origin{}) return "computes no part of a larger call";
     if (p.f32_key_gradients) return "computes dk and dv in the dtype of k";
     if (std::string why = codes_rejected(p); !why.empty()) return why;

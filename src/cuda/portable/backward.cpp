@@ -49,6 +49,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
       plan_(plan),
       reasons_(std::move(reasons)),
       metadata_(problem, gpu),
+      expressions_(problem),
       workspace_(workspace_of(problem, plan)) {
   if (workspace_.end == 0) return;
   params_ = backward_params(problem, plan_, plan_, /*p_log2=*/0);
@@ -85,6 +86,7 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
                                           char* workspace) const {
   BackwardParams p = params_;
   set_backward_tensors(p, args, run);
+  p.expression = expressions_.arguments(args.tensors);
   for (const Input& in : inputs_) {
     const ConstTensor& tensor = args.*in.argument;
     (p.*in.tensor).data =
@@ -142,6 +144,13 @@ Explanation BackwardExecutable::explain() const {
 WorkspaceNeed BackwardExecutable::workspace() const {
   if (workspace_.end == 0) return {};
   return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+}
+
+const Family& backward_family_of_expressions() {
+  static const PlannedFamily<BackwardCandidate> kFamily(
+      [](const Problem& p) { return p.pass == Pass::kBackward && p.expressions.given(); },
+      backward_rejects, backward_candidates);
+  return kFamily;
 }
 
 const Family& backward_family() {

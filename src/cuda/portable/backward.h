@@ -3,6 +3,7 @@
 #include <array>
 #include <vector>
 
+#include "cuda/common/expression.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/gpu.h"
 #include "cuda/portable/backward_plan.h"
@@ -42,6 +43,7 @@ class BackwardExecutable final : public Executable {
   BackwardPlan plan_;
   Reasons reasons_;
   HostMetadata metadata_;
+  DeviceExpressions expressions_;
   BackwardWorkspace workspace_;
   RowKernels row_kernels_;
   CUfunction keys_ = nullptr, bias_gradient_ = nullptr, copy_ = nullptr;
@@ -53,5 +55,7 @@ using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, bac
 
 /// The kernels of portable/backward/.
 const Family& backward_family();
+/// Those for calls with expressions alone, on devices whose other calls are another family's.
+const Family& backward_family_of_expressions();
 
 }  // namespace fulgur::cuda::portable

@@ -22,7 +22,7 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
   const double rows = plan.block_rows, keys = plan.block_keys, scores = rows * keys;
   const double d = plan.head_dim, dv = plan.value_dim;
   const double instructions = kGradients + kOfTransform * plan.transforms_scores +
-                              kOfBias * (plan.bias != 0) + kOfDropout * plan.dropout;
+                              kOfBias * plan.scores_hide() + kOfDropout * plan.dropout;
   const double products = 2 * scores * (3 * d + 2 * dv) / card.mma_rate;
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;

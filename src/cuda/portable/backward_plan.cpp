@@ -121,7 +121,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
   for (const BackwardTile& tile : kBackwardTiles) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim) continue;
-    if (p.has(Arg::kBias) && !tile.biased) continue;
+    if ((p.has(Arg::kBias) || p.expressions.given()) && !tile.biased) continue;
     Fitting<BackwardPlan> t{plan_of(p, card), 0, {}};
     t.plan.block_rows = tile.block_rows;
     t.plan.block_keys = tile.block_keys;

@@ -30,6 +30,7 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
       reasons_(std::move(reasons)),
       out_(forward_shapes(problem, plan.block_keys).o),
       numbers_(problem, gpu),
+      expressions_(problem),
       workspace_(workspace_of(problem, plan)),
       padding_(padding_params(problem)) {
   set_params(problem);
@@ -66,6 +67,7 @@ PortableForwardParams ForwardExecutable::arguments(const ForwardArgs& args, cons
                                                    char* workspace) const {
   PortableForwardParams p = params_;
   set_tensors(p, args);
+  p.expression = expressions_.arguments(args.tensors);
   set_random_numbers(p, run);
   p.pages.table = static_cast<const int*>(args.cache.page_table.data);
   p.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);

@@ -3,6 +3,7 @@
 #include <array>
 #include <vector>
 
+#include "cuda/common/expression.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/planned_family.h"
 #include "cuda/common/tensor_shape.h"
@@ -48,6 +49,7 @@ class ForwardExecutable final : public Executable {
   Reasons reasons_;
   TensorShape out_;
   HostMetadata numbers_;
+  DeviceExpressions expressions_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, copy_kernel_ = nullptr;
   ForwardWorkspace workspace_;
   PortableForwardParams params_{};  ///< what every run has in common

@@ -28,7 +28,7 @@ KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
   const double scores = 64.0 * plan.warp_strips * plan.block_keys;
   const int dims = plan.head_dim + plan.value_dim;
   const double instructions = kSoftmax + kTransform * plan.transforms_scores +
-                              kBias * (plan.bias != 0) + kDropout * plan.dropout;
+                              kBias * plan.scores_hide() + kDropout * plan.dropout;
   const double products = 2 * scores * dims / card.mma_rate;
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;

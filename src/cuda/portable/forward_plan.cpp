@@ -143,10 +143,10 @@ std::string forward_rejects(const Problem& p) {
 std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
-  const int scores = p.has(Arg::kBias) ? Tile::kBiased
-                     : p.dropout_p > 0 ? Tile::kDropped
-                     : transforms(p)   ? Tile::kTransformed
-                                       : Tile::kPlain;
+  const int scores = p.has(Arg::kBias) || p.expressions.given() ? Tile::kBiased
+                     : p.dropout_p > 0                          ? Tile::kDropped
+                     : transforms(p)                            ? Tile::kTransformed
+                                                                : Tile::kPlain;
   for (const Tile& tile : kTiles) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;

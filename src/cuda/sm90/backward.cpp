@@ -98,6 +98,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
       plan_(plan),
       reasons_(std::move(reasons)),
       metadata_(problem, gpu),
+      expressions_(problem),
       workspace_(workspace_of(problem, plan)) {
   if (workspace_.end == 0) return;
   set_params(problem);
@@ -150,6 +151,7 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
                                           char* workspace) const {
   BackwardParams p = params_;
   set_backward_tensors(p, args, run);
+  p.expression = expressions_.arguments(args.tensors);
   if (plan_.dbias)
     set_bias_sums(args.dbias, params_.sk, gpu_.sms(), kBiasGradientRows, p.bias_sums);
   p.counters = reinterpret_cast<int*>(workspace);

@@ -3,6 +3,7 @@
 #include <array>
 #include <vector>
 
+#include "cuda/common/expression.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/gpu.h"
 #include "cuda/sm90/backward_plan.h"
@@ -46,6 +47,7 @@ class BackwardExecutable final : public Executable {
   BackwardPlan plan_;
   Reasons reasons_;
   HostMetadata metadata_;
+  DeviceExpressions expressions_;
   RowKernels row_kernels_;
   CUfunction keys_ = nullptr, rows_ = nullptr, bias_gradient_ = nullptr, reduce_ = nullptr,
              repair_ = nullptr, copy_ = nullptr;

@@ -7,6 +7,7 @@
 #include <memory>
 #include <utility>
 
+#include "cuda/common/expression.h"
 #include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/decode_candidates.h"
@@ -17,7 +18,10 @@ namespace {
 /// Whether one kernel computes all sequences of a forward pass.
 bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
 
-bool is_backward(const Problem& p) { return p.pass == Pass::kBackward; }
+/// Derivatives of scores are f16 here, which is enough for those of softcap alone.
+bool is_backward(const Problem& p) {
+  return p.pass == Pass::kBackward && !DeviceExpressions(p).has_slope();
+}
 
 std::vector<Fitting<DecodePlan>> decode_candidates(const Problem& problem, const Card& card,
                                                    std::vector<std::string>*) {

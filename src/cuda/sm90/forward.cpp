@@ -34,6 +34,7 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
       reasons_(std::move(reasons)),
       maps_(forward_shapes(problem, plan.box_keys)),
       numbers_(problem, gpu),
+      expressions_(problem),
       workspace_(workspace_of(problem, plan)) {
   set_params(problem);
   set_inputs();
@@ -95,6 +96,7 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
   p.tickets = p.counters + kernels::kSchedulerCounters;
   p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
   set_tensors(p, args);
+  p.expression = expressions_.arguments(args.tensors);
   set_random_numbers(p, run);
   a.padding.cu_seqlens_q = p.cu_seqlens_q;
   a.padding.seqused_q = p.seqused_q;

@@ -3,6 +3,7 @@
 #include <array>
 #include <vector>
 
+#include "cuda/common/expression.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/gpu.h"
 #include "cuda/sm90/forward_plan.h"
@@ -56,6 +57,7 @@ class ForwardExecutable final : public Executable {
   Reasons reasons_;
   ForwardShapes maps_;
   HostMetadata numbers_;
+  DeviceExpressions expressions_;
   CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
   ForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common

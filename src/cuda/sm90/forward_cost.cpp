@@ -35,7 +35,7 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double dims =
       plan.head_dim * static_cast<double>(size_of(plan.dtypes.k)) / 2 + plan.value_dim;
   const double product = 2 * scores * dims / kTensorFlops;
-  const bool slow = plan.transforms_scores || plan.dropout || plan.bias != 0;
+  const bool slow = plan.transforms_scores || plan.dropout || plan.scores_hide();
   const double rate = slow ? kTransformScores : kSoftmaxScores;
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;

@@ -326,7 +326,8 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
   const bool codes = p.dtypes.q == DType::kE4M3;
-  const auto scores = p.has(Arg::kBias) ? Tile::kBiased
+  const bool biased = p.has(Arg::kBias) || p.expressions.given();
+  const auto scores = biased            ? Tile::kBiased
                       : p.dropout_p > 0 ? Tile::kDropped
                       : transforms(p)   ? Tile::kTransformed
                                         : Tile::kPlain;
@@ -355,7 +356,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
     t.cycles = predict(t.plan, p, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));
-    if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged() && !p.has(Arg::kBias)) {
+    if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged() && !biased) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
     }
     tiles.push_back(std::move(t));

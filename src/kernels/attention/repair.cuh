@@ -20,11 +20,11 @@ __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Pl
   bool found = false;
 #pragma unroll 1
   for (int tile = touched.begin; tile < touched.end; ++tile) {
-    if (!kBias && tile >= full.begin && tile < full.end) continue;
+    if (!kScoresHide && tile >= full.begin && tile < full.end) continue;
     const int end = min((tile + 1) * kBlockKeys, n.sk);
 #pragma unroll 1
     for (int key = tile * kBlockKeys; key < end; ++key) {
-      if (!kBias && key >= seen.begin && key < seen.end) continue;
+      if (!kScoresHide && key >= seen.begin && key < seen.end) continue;
       const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
 #pragma unroll 1
       for (int i = threadIdx.x % 32; i < p.dv; i += 32)
@@ -49,7 +49,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
-  const ScoreHead head = score_head(p, place.batch, place.head);
+  const ScoreHead head = score_head(p, n, place.batch, place.head);
   const float descale = kHasCodes ? product_descale(p, place) : 1;
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
   const int tokens = n.sk - n.sq;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !done; ++key) {
     const ScoreContext at = score_context(head, row, diagonal_of(band_of(p), n, row), key);
-    if (bias_hides(p, at) || (kTree && key >= tokens && !(tree >> (key - tokens) & 1))) continue;
+    if (hides(p, at) || (kTree && key >= tokens && !(tree >> (key - tokens) & 1))) continue;
     const ElementK::Memory* k = key_row<ElementK>(p, p.k, place, n, key);
     const ElementV::Memory* v = key_row<ElementV>(p, p.v, place, n, key);
     float s = 0;
@@ -67,6 +67,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
 #pragma unroll
     for (int bit = 1; bit < 32; bit *= 2) s += __shfl_xor_sync(0xffffffff, s, bit);
     if (kHasCodes) s *= descale;
+    if (score_mod_hides(p, at, s)) continue;
     float weight = exp2_fast(exponent(p, at, s, bias_of(p, at), shift));
     if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
     done = true;

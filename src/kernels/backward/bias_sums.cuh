@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_gradients(const BackwardParams& p, float (&s
                                               const float (&X)[kBlockKeys / 2], const float (&Y)[kBlockKeys / 2],
                                               int batch, int head, int row, int first_key, const Lengths& n,
                                               const Kept<kBlockKeys>& kept, const LoadBias& load_bias) {
-  const ScoreHead of_head = kAlibi ? score_head(p, batch, head) : ScoreHead{};
+  const ScoreHead of_head = kScoreReadsHead ? score_head(p, n, batch, head) : ScoreHead{};
   const int query = row + int(warp_row() + thread_row());
   const int diagonal = diagonal_of(band_of(p), n, query);
   const int key = first_key + int(thread_column());
@@ -89,7 +89,7 @@ __device__ __forceinline__ void add_gradients(const BackwardParams& p, float (&s
       const int column = j / 4 * 8 + (j & 1);
       const ScoreContext entry = at.moved(8 * half, column);
       const bool seen = key + column >= visible.low[half] && key + column < visible.high[half] &&
-                        !(of_keys[j - i] < float(kHidingBias));
+                        !(of_keys[j - i] < float(kHidingBias)) && !mods_hide(p, entry, X[j]);
       const float probability = exp2_fast(exponent_up_to(p, entry, X[j], of_keys[j - i], shift[half], p.p_log2));
       const bool keeps = !kDropout || (kept.pair(j / 2) >> (j % 2 * 16) & 1);
       const float dp = kDropout ? (keeps ? Y[j] * p.keep_scale : 0) : Y[j];

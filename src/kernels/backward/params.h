@@ -95,4 +95,6 @@ struct BackwardParams : BackwardShapes, CallParams {
 
   // The workspace with kRoundsDq.
   int* dq_additions;  // [hq][statistics_rows / 64]: additions to dq_accum of these rows that are complete
+
+  [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };

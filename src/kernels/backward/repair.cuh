@@ -96,17 +96,18 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
   load_row<ElementQ>(row_of<ElementQ>(p.q, batch, n.q_start + row, head), p.d, q);
   load_row<ElementO>(row_of<ElementO>(p.dout, batch, n.q_start + row, head), p.dv, dout);
   const long long at = statistics_of(p, n, batch, head) + row;
-  const ScoreHead of_head = score_head(p, batch, head);
+  const ScoreHead of_head = score_head(p, n, batch, head);
   const KeyRange keys = visible_keys(band_of(p), n, row);
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
 #pragma unroll 1
   for (int key = keys.begin; key < keys.end && !lost(sum, p.d); ++key) {
     const ScoreContext place = score_context(of_head, row, diagonal_of(band_of(p), n, row), key);
-    if (bias_hides(p, place)) continue;
+    if (hides(p, place)) continue;
     float k[kHeadShare];
     float v[kValueShare];
     load_row<ElementK>(row_of<ElementK>(p.k, batch, n.k_start + key, head / p.group), p.d, k);
     load_row<ElementV>(row_of<ElementV>(p.v, batch, n.k_start + key, head / p.group), p.dv, v);
+    if (kScoreMod && score_mod_hides(p, place, dot(q, k))) continue;
     const Weights weights = weights_of(p, place, dot(q, k), dot(dout, v),
                                        kept_of(p, dropout, batch, head, row, key), p.shift[at], p.delta[at]);
     add(sum, weights.ds, k);
@@ -134,12 +135,13 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
   for (int row = rows.begin; row < rows.end && !(lost(sum_k, p.d) && lost(sum_v, p.dv)); ++row) {
 #pragma unroll 1
     for (int g = head * p.group; g < (head + 1) * p.group; ++g) {
-      const ScoreContext place = score_context(score_head(p, batch, g), row, diagonal_of(band_of(p), n, row), key);
-      if (bias_hides(p, place)) continue;
+      const ScoreContext place = score_context(score_head(p, n, batch, g), row, diagonal_of(band_of(p), n, row), key);
+      if (hides(p, place)) continue;
       float q[kHeadShare];
       float dout[kValueShare];
       load_row<ElementQ>(row_of<ElementQ>(p.q, batch, n.q_start + row, g), p.d, q);
       load_row<ElementO>(row_of<ElementO>(p.dout, batch, n.q_start + row, g), p.dv, dout);
+      if (kScoreMod && score_mod_hides(p, place, dot(q, k))) continue;
       const long long at = statistics_of(p, n, batch, g) + row;
       const Weights weights = weights_of(p, place, dot(q, k), dot(dout, v), kept_of(p, dropout, batch, g, row, key),
                                          p.shift[at], p.delta[at]);

@@ -112,7 +112,7 @@ __device__ __forceinline__ void compute_row(const ScoresParams& p, int batch, in
     const bool shown = !kTree || token < 0 || (tree >> min(token, 63) & 1);
     return key >= keys.begin && key < keys.end && shown;
   };
-  const ScoreHead of_head = score_head(p, batch, head);
+  const ScoreHead of_head = score_head(p, s.n, batch, head);
   const int diagonal = diagonal_of(band_of(p), s.n, row);
   float* scores = p.scores + batch * p.scores_batch + head * p.scores_head + number * p.scores_row;
   float max = -infinity();

@@ -28,4 +28,5 @@ struct ScoresParams : CallParams {
   const int* leftpad_k;                 // [b], kLeftPad
   Sinks sinks;                          // kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
+  [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };

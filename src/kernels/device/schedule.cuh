@@ -15,7 +15,9 @@ __device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
   return n;
 }
 
-enum : int { kHidesKeys = kHasLeft || kHasRight || kTree || kBias };  // that exist, from some rows
+// Scores say which keys are hidden: any, of any tile.
+enum : int { kScoresHide = kBias || kScoreMod || kMaskMod };
+enum : int { kHidesKeys = kHasLeft || kHasRight || kTree || kScoresHide };  // that exist, from some rows
 
 __device__ __forceinline__ Band band_of(const CallParams& p) {
   return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0, bool(kTopLeft)};

@@ -1,31 +1,60 @@
 // The score hook: the one place where a score is transformed between the product and the softmax, and where its
 // derivative is. Forward, decode and backward kernels and the repairs of rows call score() or exponent() with the place
-// of the entry; softcap, ALiBi and a dense bias are the three bodies there are. Every rounding is spelled out, so that
-// all kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
+// of the entry; softcap, ALiBi, expressions and a dense bias are the bodies there are. Every rounding is spelled out, so
+// that all kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
 #pragma once
 #include "device/elements.cuh"
+#include "device/expression.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
 #include "host_device/score.h"
 
 enum : int {
-  kScoreReadsHead = kAlibi || kBias,  // score() reads what score_head() has
-  kHasScoreSlope = kSoftcap,          // score_slope() is not 1 everywhere
+  kScoreReadsHead = kAlibi || kExpressions,     // score() reads what score_head() has
+  kHasScoreSlope = kSoftcap || kScoreModSlope,  // score_slope() is not 1 everywhere
 };
 
 using BiasElement = InMemory<kBias ? Element(kBias - 1) : kF32>::Type;
 
 // What the hook reads once for all scores of a q head of a sequence.
-struct ScoreHead {
+struct PlainHead {
   float alibi;              // the slope, in units of log2, kAlibi
   const BiasElement* bias;  // of the first query and key, kBias
 };
+struct ExpressionHead : PlainHead {
+  int batch, head;
+  Lengths n;
+};
+template <bool expressions>
+struct ScoreHeadOf {
+  using Type = PlainHead;
+};
+template <>
+struct ScoreHeadOf<true> {
+  using Type = ExpressionHead;
+};
+using ScoreHead = ScoreHeadOf<kExpressions != 0>::Type;
 
-__device__ __forceinline__ ScoreHead score_head(const CallParams& p, int batch, int head) {
+__device__ __forceinline__ void set_place(PlainHead&, Lengths, int, int) {}
+__device__ __forceinline__ void set_place(ExpressionHead& of, Lengths n, int batch, int head) {
+  of.batch = batch;
+  of.head = head;
+  of.n = n;
+}
+
+__device__ __forceinline__ ScoreHead score_head(const CallParams& p, Lengths n, int batch, int head) {
   ScoreHead of_head = {};
+  set_place(of_head, n, batch, head);
   if (kAlibi) of_head.alibi = p.alibi_slopes[batch * p.alibi_batch_stride + head] * 1.4426950408889634f;
   if (kBias)
     of_head.bias = static_cast<const BiasElement*>(p.bias.data) + batch * p.bias.batch + head * p.bias.head;
+  return of_head;
+}
+
+// A head of whose hook only the slope is known.
+__device__ __forceinline__ ScoreHead head_of_slope(float alibi) {
+  ScoreHead of_head = {};
+  of_head.alibi = alibi;
   return of_head;
 }
 
@@ -75,9 +104,41 @@ __device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext
   else return to_f32<Element(kBias ? kBias - 1 : kF32)>(bias);
 }
 
-// Whether it hides a key from a query, whatever they are.
-__device__ __forceinline__ bool bias_hides(const CallParams& p, const ScoreContext& at) {
-  return kBias && bias_of(p, at) < float(kHidingBias);
+// The place of an entry, for expressions. After the last row and key, where products have entries, it is theirs.
+template <class Params, class Context>
+__device__ __forceinline__ ExpressionPlace expression_place(const Params& p, const Context& at) {
+  const auto& of = at.head;
+  return {p.expression, of.batch, of.head, of.head / p.group, min(at.query, of.n.sq - 1), min(at.key, of.n.sk - 1),
+          of.n.sq, of.n.sk, kPacked ? of.n.q_start : 0};
+}
+
+template <class Params>
+__device__ __forceinline__ bool mask_mod_hides(const Params& p, const ScoreContext& at) {
+  if constexpr (kMaskMod != 0) return !expression_mask(expression_place(p, at));
+  else return false;
+}
+
+// Whether a bias or mask_mod hides a key from a query, whatever they are.
+template <class Params>
+__device__ __forceinline__ bool hides(const Params& p, const ScoreContext& at) {
+  return mask_mod_hides(p, at) || (kBias && bias_of(p, at) < float(kHidingBias));
+}
+
+// What softcap and ALiBi make of a product, in units of log2.
+__device__ __forceinline__ float capped_score(const CallParams& p, const ScoreContext& at, float s) {
+  s = kSoftcap ? softcap_score(p, s) : __fmul_rn(s, p.scale_log2);
+  return kAlibi ? alibi_score(at, s) : s;
+}
+
+// Scores in units of log2 before and after score_mod.
+template <class Params>
+__device__ __forceinline__ float modified_score(const Params& p, const ScoreContext& at, float s) {
+  if constexpr (kScoreMod != 0) {
+    s = expression_score(expression_place(p, at), __fmul_rn(s, 0.693147180559945f));
+    return __fmul_rn(s, 1.4426950408889634f);
+  } else {
+    return s;
+  }
 }
 
 // s + bias, whose derivative by s is 1, in the units of s.
@@ -89,31 +150,51 @@ __device__ __forceinline__ float biased_score(const CallParams& p, float s, floa
 
 // What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
 // which exponents take. 1: a score in units of log2.
-__device__ __forceinline__ float score(const CallParams& p, const ScoreContext& at, float s, float bias) {
-  if (kScoreMode == 0) return kBias ? biased_score(p, s, bias) : s;
-  s = kSoftcap ? softcap_score(p, s) : __fmul_rn(s, p.scale_log2);
-  if (kAlibi) s = alibi_score(at, s);
-  return kBias ? biased_score(p, s, bias) : s;
+template <class Params>
+__device__ __forceinline__ float score(const Params& p, const ScoreContext& at, float s, float bias) {
+  if (kScoreMode != 0) s = modified_score(p, at, capped_score(p, at, s));
+  if (kBias) s = biased_score(p, s, bias);
+  return mask_mod_hides(p, at) ? -infinity() : s;
 }
 
-// The derivative of a score by scale * s.
-__device__ __forceinline__ float score_slope(const CallParams& p, const ScoreContext&, float s) {
-  return kSoftcap ? softcap_slope(p, s) : 1;
+// Whether score_mod hides the key of an entry: its score becomes -inf.
+template <class Params>
+__device__ __forceinline__ bool score_mod_hides(const Params& p, const ScoreContext& at, float s) {
+  return kScoreMod && modified_score(p, at, capped_score(p, at, s)) == -infinity();
+}
+
+// Whether mask_mod or score_mod does.
+template <class Params>
+__device__ __forceinline__ bool mods_hide(const Params& p, const ScoreContext& at, float s) {
+  return mask_mod_hides(p, at) || score_mod_hides(p, at, s);
+}
+
+// The derivative of a score by scale * s; 0 where the score is hidden.
+template <class Params>
+__device__ __forceinline__ float score_slope(const Params& p, const ScoreContext& at, float s) {
+  float slope = kSoftcap ? softcap_slope(p, s) : 1;
+  if constexpr (kScoreModSlope != 0) {
+    const float before = capped_score(p, at, s);
+    slope *= expression_slope(expression_place(p, at), __fmul_rn(before, 0.693147180559945f));
+    if (score_mod_hides(p, at, s)) slope = 0;
+  }
+  return slope;
 }
 
 // What turns a score into units of log2.
 __device__ __forceinline__ float score_factor(const CallParams& p) { return kScoreMode == 0 ? p.scale_log2 : 1.f; }
 
 // The score of a product in units of log2, and `shift`: the exponent of an entry of P.
-__device__ __forceinline__ float exponent(const CallParams& p, const ScoreContext& at, float s, float bias,
-                                          float shift) {
+template <class Params>
+__device__ __forceinline__ float exponent(const Params& p, const ScoreContext& at, float s, float bias, float shift) {
   s = score(p, at, s, bias);
   return kScoreMode == 0 ? __fmaf_rn(s, p.scale_log2, shift) : __fadd_rn(s, shift);
 }
 
-// The same where the shift is -LSE, and so the exponent at most `limit`: with large biases LSE is rounded by more.
-__device__ __forceinline__ float exponent_up_to(const CallParams& p, const ScoreContext& at, float s, float bias,
+// The same where the shift is -LSE, and so the exponent at most `limit`: with large scores LSE is rounded by more.
+template <class Params>
+__device__ __forceinline__ float exponent_up_to(const Params& p, const ScoreContext& at, float s, float bias,
                                                 float shift, float limit) {
   const float x = exponent(p, at, s, bias, shift);
-  return kBias ? min_or_nan(x, limit) : x;
+  return kBias || kScoreMod ? min_or_nan(x, limit) : x;
 }

@@ -1,6 +1,7 @@
 // What kernels are told of a call, the same for the host and the device.
 #pragma once
 #include "host_device/element.h"
+#include "host_device/expression.h"
 #include "host_device/work_tiles.h"
 
 // A tensor [batch, row, head, dim] of its operand's elements; strides in elements, of any sign. Packed: no batch stride.
@@ -91,4 +92,5 @@ struct AttentionParams : CallParams {
   const int* leftpad_k;                 // [b], kLeftPad
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   Descale q_descale, k_descale, v_descale;  // of operands of e4m3
+  [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };

@@ -4,7 +4,8 @@
 
 namespace fulgur::kernels {
 
-enum Element : int { kF16, kBF16, kF32, kBool = 6, kE4M3 = 8, kE5M2, kInt8, kInt4 };  // kBool: of a mask alone
+// kBool: of masks and expressions, as integers and kF64 are.
+enum Element : int { kF16, kBF16, kF32, kF64, kI32, kI64, kBool, kE4M3 = 8, kE5M2, kInt8, kInt4 };
 
 FULGUR_SHARED bool is_code(Element type) { return type >= kE4M3; }
 FULGUR_SHARED int bits_of(Element type) { return type == kF32 ? 32 : type == kInt4 ? 4 : is_code(type) ? 8 : 16; }

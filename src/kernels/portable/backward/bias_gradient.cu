@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
         if (kDropout)
           kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, batch * p.hq + head, row + warp_row(),
                                          first_key);
-        const ScoreHead of_head = score_head(p, batch, head);
+        const ScoreHead of_head = score_head(p, n, batch, head);
         add_gradients(p, sums, X, Y, batch, head, row, first_key, n, kept,
                       [&](ScoreContext at, int column, float(&of_keys)[8]) {
                         at.head = of_head;

@@ -33,7 +33,7 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
   const int row = step.row() + part.half * kHalfRows;
   const KeyRange seen = keys_seen_by_all(band_of(p), n, step.row(), min(step.row() + kBlockRows, n.sq) - 1);
   const bool masked = is_partial(seen, keys.first(), keys.first() + kBlockKeys);
-  const ScoreHead of_head = score_head(p, keys.batch, step.head());
+  const ScoreHead of_head = score_head(p, n, keys.batch, step.head());
   const int query = row + int(thread_column());
   statistics += 4 * (part.half * kHalfRows + thread_column());
 #pragma unroll

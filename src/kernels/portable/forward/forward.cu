@@ -83,7 +83,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
   }
 
   const float c = score_factor(p);
-  const ScoreHead head = score_head(p, q_tile.batch, q_tile.head);
+  const ScoreHead head = score_head(p, n, q_tile.batch, q_tile.head);
   Strip strips[kWarpStrips];
   Rows rows[kWarpStrips];
   float O[kWarpStrips][kValueDim / 2];

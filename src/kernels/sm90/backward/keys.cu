@@ -216,7 +216,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       ScoreSlopes slopes;
       // P^T = exp(S^T - LSE) in X.
       const auto exponentiate = [&] {
-        const Exponents exponents = exponents_of(p, step, n, key, q);
+        const Exponents exponents = exponents_of(p, step, n, block.batch, key, q);
         float bias[8] = {};
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {

@@ -128,8 +128,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
           const int place = kAccumulatesDq ? int(statistics / kBlockRows)
                                            : int(first_ds) + g * p.score_tiles.head_tiles;
-          const int alibi = kAlibi ? __float_as_int(score_head(p, block.batch, head + g).alibi) : 0;
-          const Step step = {place, row, alibi,
+          const int slope = kAlibi ? __float_as_int(score_head(p, n, block.batch, head + g).alibi) : 0;
+          const Step step = {place, row, kExpressions ? head + g : slope,
                              (masked ? kMasked : 0) | (last ? kLastStep : 0) | (counts_after(i, end) ? kCounted : 0) |
                                  (kDropout ? kHeadOfSplit * g : 0)};
           const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
@@ -208,10 +208,11 @@ struct Exponents {
   u32 shift;           // address of -LSE of that row
 };
 
-__device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n, int key,
-                                                   const QBuffers& q) {
+__device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n, int batch,
+                                                   int key, const QBuffers& q) {
   const int row = step.row + int(thread_column());
-  const ScoreHead head = {__int_as_float(step.alibi)};
+  const ScoreHead head = kExpressions ? score_head(p, n, batch, step.head)
+                                       : head_of_slope(__int_as_float(step.head));
   return {score_context(head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
 }
 

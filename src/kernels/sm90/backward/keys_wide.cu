@@ -154,7 +154,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
 
         // P^T = exp(S^T - LSE). The other warpgroup gets P^T times the score's derivative, and masks it itself.
         exchange.wait_read();
-        const Exponents exponents = exponents_of(p, step, n, key, q);
+        const Exponents exponents = exponents_of(p, step, n, block.batch, key, q);
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) {
           u32 factors[4];

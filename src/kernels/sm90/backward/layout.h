@@ -49,7 +49,7 @@ enum KeyBlockState : int {
 struct Step {
   int tile;   // with stored dS: its score tile; otherwise its row tile, counted over all q heads
   int row;    // its first row in the sequence
-  int alibi;  // the bits of the slope of the q head, in units of log2, kAlibi
+  int head;   // kExpressions: the q head; else the bits of its slope, in units of log2, kAlibi
   int state;  // bits of StepState
 };
 enum StepState : int {

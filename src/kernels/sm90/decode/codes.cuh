@@ -334,7 +334,7 @@ __device__ __forceinline__ void add_hidden_non_finite_codes(const DecodeParams& 
     bool sees[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i)
-      sees[i] = mask.rows.keys.sees(i, first + key) && !bias_hides(p, mask.rows.context(i, first + key));
+      sees[i] = mask.rows.keys.sees(i, first + key) && !hides(p, mask.rows.context(i, first + key));
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i)
       if (sees[i / 2 % 2]) O[i] += values.addend(key, o_column(i));

@@ -10,7 +10,7 @@ static_assert(!kTree || kBlockKeys <= 64);  // a word of the tree mask has the b
 
 // The keys that all rows of a work tile see, whatever a dense bias is.
 __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& tile) {
-  if (kBias) return {0, 0};
+  if (kScoresHide) return {0, 0};
   const TileRows rows = rows_of_tile(p, tile);
   return keys_seen_by_all(p, tile.sequence.n, rows.first / kGroup, (rows.first + rows.count - 1) / kGroup);
 }
@@ -36,7 +36,7 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
     rows.query[i] = min(row / kGroup, n.sq - 1);
     if (kTree) tree[i] = tree_word(p.tree_mask, p, n, tile.batch, rows.query[i]);
     rows.diagonal[i] = diagonal_of(band_of(p), n, rows.query[i]);
-    rows.head[i] = score_head(p, tile.batch, tile.head * kGroup + row % kGroup);
+    rows.head[i] = score_head(p, n, tile.batch, tile.head * kGroup + row % kGroup);
   }
   rows.keys = visible_keys_of_queries(p, n, rows.query, tree);
   return rows;
@@ -70,7 +70,7 @@ __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)
     const int place = key_tile * kBlockKeys + key;
     bool sees[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) sees[i] = rows.keys.sees(i, place) && !bias_hides(p, rows.context(i, place));
+    for (int i = 0; i < 2; ++i) sees[i] = rows.keys.sees(i, place) && !hides(p, rows.context(i, place));
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; i += 4) {
       const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));

@@ -80,9 +80,9 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
   diagonal += row;
-  if (kAlibi) {
+  if (kScoreReadsHead) {
     const Place place = load_place(view);
-    head = score_head(p, place.batch, place.head);
+    head = score_head(p, lengths_of(p, place.batch), place.batch, place.head);
     row += place.row;
   }
   const ScoreContext at = score_context(head, row, diagonal, key);

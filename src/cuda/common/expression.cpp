@@ -1,0 +1,293 @@
+#include "cuda/common/expression.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <utility>
+
+namespace fulgur::cuda {
+namespace {
+
+using expression::CallGraph, expression::Expressions, expression::Graph, expression::Node,
+    expression::Op, expression::Symbol, expression::Type;
+
+static_assert(expression::kMaxTensors == kernels::kMaxExpressionTensors);
+static_assert(ConstTensor::kMaxRank == kernels::kMaxExpressionRank);
+static_assert(static_cast<int>(DType::kF64) == kernels::kF64);
+static_assert(static_cast<int>(DType::kI32) == kernels::kI32);
+static_assert(static_cast<int>(DType::kI64) == kernels::kI64);
+
+const char* type_text(Type type) {
+  return type == Type::kBool ? "bool" : type == Type::kInt ? "int" : "float";
+}
+
+/// Prints functions of nodes, and collects the words of their literals.
+class Printer {
+ public:
+  Printer(const Graph& graph, std::span<const Expressions::TensorLayout> layouts)
+      : graph_(graph), layouts_(layouts) {
+    for (const Node& of : graph.nodes) {
+      if (divides(of)) take(of.operands[1], kDivisor);
+    }
+  }
+
+  std::vector<int> words;
+
+  /// The value of a root as a function of the place and, where it may need it, of the score.
+  std::string function(const char* name, int root, bool of_score) {
+    uses_.assign(graph_.nodes.size(), 0);
+    uses_[root] = 1;
+    for (int n = root; n >= 0; --n) {
+      for (int i = 0; uses_[n] > 0 && i < graph_.nodes[n].count; ++i) {
+        ++uses_[graph_.nodes[n].operands[i]];
+      }
+    }
+    std::string body;
+    for (int n = 0; n <= root; ++n) {
+      if (uses_[n] == 0 || is_fused(n) || is_divisor(n)) continue;
+      body += fmt::format("  const {} t{} = {};\n", type_text(graph_.nodes[n].type()), n, value(n));
+    }
+    return fmt::format(
+        "template <class Place>\n__device__ __forceinline__ {} {}(const Place& at{}) {{\n{}  "
+        "return "
+        "t{};\n}}\n",
+        type_text(graph_.nodes[root].type()), name, of_score ? ", float score" : "", body, root);
+  }
+
+ private:
+  const Node& node(int n) const { return graph_.nodes[n]; }
+  bool is_float(int n) const { return node(n).type() == Type::kFloat; }
+  static bool divides(const Node& node) {
+    return node.op() == Op::kFloorDiv || node.op() == Op::kMod;
+  }
+
+  /// Whether all that uses a literal divides integers by it.
+  bool is_divisor(int n) const {
+    if (node(n).op() != Op::kLiteral || node(n).type() != Type::kInt) return false;
+    return std::ranges::all_of(graph_.nodes, [&](const Node& other) {
+      const bool used = std::ranges::count(std::span(other.operands).first(other.count), n) > 0;
+      return !used || (divides(other) && other.operands[0] != n);
+    });
+  }
+  /// Whether a product of floats is part of the one sum that uses it.
+  bool is_fused(int n) const {
+    if (node(n).op() != Op::kMul || !is_float(n) || uses_[n] != 1) return false;
+    return std::ranges::any_of(graph_.nodes, [&](const Node& sum) {
+      const size_t at = &sum - graph_.nodes.data();
+      return (sum.op() == Op::kAdd || sum.op() == Op::kSub) && uses_[at] > 0 &&
+             product_of(sum) == n;
+    });
+  }
+  /// The product that a sum is fused with; -1: none.
+  int product_of(const Node& sum) const {
+    for (int i = 0; i < 2; ++i) {
+      const int n = sum.operands[i];
+      if (node(n).op() == Op::kMul && is_float(n) && uses_[n] == 1) return n;
+    }
+    return -1;
+  }
+
+  /// What literals are to their kernel: themselves, factors instead of divisors, or divisors of
+  /// integers, whose words are those of a kernels::Reciprocal and their own.
+  enum Form { kItself, kFactor, kDivisor };
+
+  std::vector<int> words_of(int n, Form form) const {
+    const double value = node(n).content.value;
+    if (form == kDivisor) {
+      const kernels::Reciprocal r = kernels::reciprocal_of(static_cast<int>(value));
+      return {static_cast<int>(r.factor), r.shift, static_cast<int>(value)};
+    }
+    if (!is_float(n)) return {static_cast<int>(value)};
+    return {std::bit_cast<int>(static_cast<float>(form == kFactor ? 1 / value : value))};
+  }
+
+  /// The place of a literal's words; -1 where there is no room, which divisors always have: a
+  /// user's expressions have few literals, and derivatives add no divisors.
+  int take(int n, Form form) {
+    const auto [at, is_new] = places_.try_emplace({n, form}, -1);
+    const std::vector<int> bits = words_of(n, form);
+    if (is_new && words.size() + bits.size() <= kernels::kMaxExpressionWords) {
+      at->second = static_cast<int>(words.size());
+      words.insert(words.end(), bits.begin(), bits.end());
+    }
+    return at->second;
+  }
+
+  std::string literal(int n, Form form = kItself) {
+    const double value = node(n).content.value;
+    if (node(n).type() == Type::kBool) return value != 0 ? "true" : "false";
+    const bool fixed = value == 0 || std::fabs(value) == 1 || !std::isfinite(value);
+    const int at = fixed ? -1 : take(n, form);
+    const auto word = static_cast<unsigned>(words_of(n, form)[0]);
+    if (is_float(n)) {
+      return at >= 0 ? fmt::format("at.number({})", at)
+                     : fmt::format("__uint_as_float({:#x}u)", word);
+    }
+    return at >= 0 ? fmt::format("at.integer({})", at) : fmt::format("int({}u)", word);
+  }
+
+  std::string quotient(const Node& of, const std::string& x, const std::string& y) {
+    const bool by_literal = node(of.operands[1]).op() == Op::kLiteral;
+    if (!by_literal || !std::isnormal(static_cast<float>(1 / node(of.operands[1]).content.value))) {
+      return fmt::format("__fdiv_rn({}, {})", x, y);
+    }
+    return fmt::format("__fmul_rn({}, {})", x, literal(of.operands[1], kFactor));
+  }
+
+  std::string gather(const Node& of) const {
+    const Expressions::TensorLayout& t = layouts_[of.tensor];
+    std::string indices;
+    double reach = 1;
+    for (int i = 0; i < of.count; ++i) {
+      if (t.shape[i] == 0) return of.type() == Type::kBool ? "false" : "0";
+      indices += fmt::format(", t{}", of.operands[i]);
+      reach += static_cast<double>(t.shape[i]) * std::fabs(static_cast<double>(t.strides[i]));
+    }
+    const bool wide = reach > std::numeric_limits<int>::max();
+    return fmt::format("at.template gather<{}, {}>({}{})", static_cast<int>(t.dtype),
+                       wide ? "long long" : "int", of.tensor, indices);
+  }
+
+  std::string sum(const Node& of, const std::string& x, const std::string& y) const {
+    const bool minus = of.op() == Op::kSub;
+    const int product = product_of(of);
+    if (product < 0) return fmt::format("__fadd_rn({}, {}{})", x, minus ? "-" : "", y);
+    const bool left = product == of.operands[0];
+    const auto& [a, b, c, d] = node(product).operands;
+    return fmt::format("__fmaf_rn({}t{}, t{}, {}{})", minus && !left ? "-" : "", a, b,
+                       minus && left ? "-" : "", left ? y : x);
+  }
+
+  std::string value(int n) {
+    const Node& of = node(n);
+    const auto operand = [&](int i) { return fmt::format("t{}", of.operands[i]); };
+    const std::string x = of.count > 0 ? operand(0) : "", y = of.count > 1 ? operand(1) : "";
+    const bool floats = of.count > 0 && graph_.operand_type(of) == Type::kFloat;
+    const bool bools = of.count > 0 && graph_.operand_type(of) == Type::kBool;
+    const auto wrapping = [&](const char* op) {
+      return fmt::format("int(unsigned({}) {} unsigned({}))", x, op, y);
+    };
+    const auto infix = [&](const char* op) { return fmt::format("{} {} {}", x, op, y); };
+    const auto call = [&](const char* name) { return fmt::format("at.{}({})", name, x); };
+    switch (of.op()) {
+      case Op::kLiteral:
+        return literal(n);
+      case Op::kSymbol:
+        if (is_score(of)) return "score";
+        if (of.content.symbol == Symbol::kDelta) return "at.k - at.q - (at.sk - at.sq)";
+        return fmt::format("at.{}", name_of(of.content.symbol));
+      case Op::kGather:
+        return gather(of);
+      case Op::kAdd:
+        return floats ? sum(of, x, y) : wrapping("+");
+      case Op::kSub:
+        return floats ? sum(of, x, y) : wrapping("-");
+      case Op::kMul:
+        return floats ? fmt::format("__fmul_rn({}, {})", x, y) : wrapping("*");
+      case Op::kDiv:
+        return quotient(of, x, y);
+      case Op::kFloorDiv:
+        return fmt::format("at.floor_div({}, {})", x, take(of.operands[1], kDivisor));
+      case Op::kMod:
+        return fmt::format("at.mod({}, {})", x, take(of.operands[1], kDivisor));
+      case Op::kMin:
+        return floats ? fmt::format("at.least({}, {})", x, y) : fmt::format("min({}, {})", x, y);
+      case Op::kMax:
+        return floats ? fmt::format("at.most({}, {})", x, y) : fmt::format("max({}, {})", x, y);
+      case Op::kPow:
+        return fmt::format("at.pow({}, {})", x, y);
+      case Op::kShiftLeft:
+        return fmt::format("int(unsigned({}) << ({} & 31))", x, y);
+      case Op::kShiftRight:
+        return fmt::format("{} >> ({} & 31)", x, y);
+      case Op::kAnd:
+        return infix(bools ? "&&" : "&");
+      case Op::kOr:
+        return infix(bools ? "||" : "|");
+      case Op::kXor:
+        return infix(bools ? "!=" : "^");
+      case Op::kEqual:
+        return infix("==");
+      case Op::kNotEqual:
+        return infix("!=");
+      case Op::kLess:
+        return infix("<");
+      case Op::kLessEqual:
+        return infix("<=");
+      case Op::kNot:
+        return "!" + x;
+      case Op::kNeg:
+        return floats ? "-" + x : fmt::format("int(0u - unsigned({}))", x);
+      case Op::kAbs:
+        return floats ? fmt::format("fabsf({})", x)
+                      : fmt::format("{} < 0 ? int(0u - unsigned({})) : {}", x, x, x);
+      case Op::kFloor:
+        return fmt::format("floorf({})", x);
+      case Op::kToFloat:
+        return fmt::format("float({})", x);
+      case Op::kToInt:
+        return call("to_int");
+      case Op::kSelect:
+        return fmt::format("{} ? {} : {}", x, y, operand(2));
+      case Op::kExp:
+      case Op::kExp2:
+      case Op::kLog:
+      case Op::kTanh:
+      case Op::kSqrt:
+      case Op::kRsqrt:
+      case Op::kSigmoid:
+      case Op::kSin:
+      case Op::kCos:
+      case Op::kErf:
+        return call(name_of(of.op()));
+      case Op::kCount:
+        break;
+    }
+    return {};
+  }
+
+  const Graph& graph_;
+  std::span<const Expressions::TensorLayout> layouts_;
+  std::map<std::pair<int, Form>, int> places_;
+  std::vector<int> uses_;  ///< of nodes in the function that is printed
+};
+
+}  // namespace
+
+DeviceExpressions::DeviceExpressions(const Problem& p) : expressions_(p.expressions) {
+  if (!expressions_.given()) return;
+  const CallGraph call = expressions_.graph(p.pass == Pass::kBackward);
+  Printer printer(call.graph, expressions_.layouts());
+  text_ = "#define FULGUR_EXPRESSIONS\n";
+  if (call.score >= 0) text_ += printer.function("expression_score", call.score, true);
+  if (call.mask >= 0) text_ += printer.function("expression_mask", call.mask, false);
+  if (call.by_score >= 0) {
+    const Node& slope = call.graph.nodes[call.by_score];
+    has_slope_ = slope.op() != Op::kLiteral || slope.content.value != 1;
+    if (has_slope_) text_ += printer.function("expression_slope", call.by_score, true);
+  }
+  words_ = std::move(printer.words);
+}
+
+kernels::ExpressionArguments DeviceExpressions::arguments(
+    std::span<const TensorBinding> tensors) const {
+  kernels::ExpressionArguments arguments{};
+  std::ranges::copy(words_, arguments.words);
+  kernels::ExpressionTensor* to = arguments.tensors;
+  for (const TensorBinding& binding : expressions_.bound(tensors)) {
+    const ConstTensor& t = binding.tensor;
+    to->data = t.data;
+    for (int i = 0; i < t.rank; ++i) {
+      to->stride[i] = t.strides[i];
+      to->last[i] = static_cast<int>(std::min<int64_t>(t.shape[i] - 1, INT32_MAX));
+    }
+    ++to;
+  }
+  return arguments;
+}
+
+}  // namespace fulgur::cuda

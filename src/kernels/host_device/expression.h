@@ -1,0 +1,49 @@
+// Arguments of the expressions of a call, the same for the host and the device. They are the last of a kernel's: device
+// text without expressions has none of them.
+//
+// With expressions kernel_config.h, which comes before this in device text, has FULGUR_EXPRESSIONS and the functions that
+// device/expression.cuh calls, which cuda/common/expression.cpp prints.
+#pragma once
+#include "host_device/element.h"
+
+namespace fulgur::kernels {
+
+constexpr int kMaxExpressionTensors = 8, kMaxExpressionRank = 4, kMaxExpressionWords = 128;
+
+// A tensor that expressions index.
+struct ExpressionTensor {
+  const void* data;
+  long long stride[kMaxExpressionRank];  // elements
+  int last[kMaxExpressionRank];          // the last index of each dimension
+};
+
+struct ExpressionArguments {
+#if !defined(__CUDACC__) || defined(FULGUR_EXPRESSIONS)
+  ExpressionTensor tensors[kMaxExpressionTensors];
+  int words[kMaxExpressionWords];  // bits of literals
+#endif
+};
+
+// Quotients of x >= 0 by a divisor: x * factor >> shift.
+struct Reciprocal {
+  u32 factor;
+  int shift;
+};
+
+FULGUR_SHARED Reciprocal reciprocal_of(int divisor) {
+  int log = 0;
+  while ((1ull << log) < u64(divisor)) ++log;
+  return {u32((1ull << (31 + log)) / u64(divisor) + 1), 31 + log};
+}
+
+// Rounded down, of any x.
+FULGUR_SHARED int floor_quotient(int x, const Reciprocal& by) {
+  const int sign = x >> 31;
+  return int(u64(u32(x ^ sign)) * by.factor >> by.shift) ^ sign;
+}
+
+}  // namespace fulgur::kernels
+
+#ifdef __CUDACC__
+using namespace fulgur::kernels;
+#endif
