@@ -186,6 +186,17 @@ struct Widened {
   // Columns that are read together: those of a block share its scale.
   static constexpr int64_t kStep = is_low_bit(kDType) ? 32 : kLanes;
 
+  /// Of blocks of codes: codes, and the scale of theirs.
+  static HWY_INLINE Vector code(const char* row, int64_t c)
+    requires(has_block_scales(kDType))
+  {
+    return load_block_codes<kDType>(row, c);
+  }
+  static HWY_INLINE Vector scale(const char* row, int64_t c)
+    requires(has_block_scales(kDType))
+  {
+    return block_scale<kDType>(row, c);
+  }
   static HWY_INLINE Vector key(const char* row, int64_t c) { return load_numbers<kDType>(row, c); }
   static HWY_INLINE Vector key(const char* row, int64_t c, int64_t n) {
     return load_last_numbers<kDType>(row, c, n);
@@ -227,7 +238,29 @@ HWY_INLINE void dot_block(const char* const* K, int64_t d,
   };
   const auto whole = [](const char* row, int64_t at) HWY_ATTR { return Products::key(row, at); };
   int64_t c = 0;
-  if constexpr (Products::kStep > kElements) {
+  if constexpr (kRows < 4 && requires { Products::scale(*K, c); }) {
+    // The scale of a block times its sum: fewer products than with each code, where rows are few.
+    for (; c < d; c += Products::kStep) {
+      V32 part[kDots];
+      FULGUR_UNROLL for (int at = 0; at < kDots; ++at) part[at] = hn::Zero(f);
+      FULGUR_UNROLL for (int64_t e = 0; e < Products::kStep; e += kElements) {
+        FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+          const Vector code = Products::code(K[k], c + e);
+          FULGUR_UNROLL for (int i = 0; i < kRows; ++i) {
+            V32& to = part[k * kRows + i];
+            const Vector query = Products::query(Q + i * ldq + c + e);
+            to = e == 0 ? hn::Mul(code, query) : Products::add(to, code, query);
+          }
+        }
+      }
+      FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+        const V32 scale = Products::scale(K[k], c);
+        FULGUR_UNROLL for (int i = 0; i < kRows; ++i) {
+          acc[k * kRows + i] = hn::MulAdd(scale, part[k * kRows + i], acc[k * kRows + i]);
+        }
+      }
+    }
+  } else if constexpr (Products::kStep > kElements) {
     for (; c + Products::kStep <= d; c += Products::kStep) {
       FULGUR_UNROLL for (int64_t i = 0; i < Products::kStep; i += kElements) step(c + i, whole);
     }
@@ -292,6 +325,28 @@ HWY_INLINE void add_vectors(const V32 (&V)[kCount][kVectors], const float* HWY_R
   }
 }
 
+/// O[c] += sum_k P[k] V_k[c] of one row, for kVectors vectors from column `c` of blocks of codes, whose scales are
+/// multiplied with P.
+template <DType kDType, int kVectors, int kCount>
+HWY_INLINE void add_blocks(const char* const (&V)[kCount], int64_t c, const float* HWY_RESTRICT P,
+                           int64_t ldp, float* HWY_RESTRICT O) {
+  const F32 f;
+  V32 acc[kVectors];
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) acc[v] = hn::Load(f, O + v * kLanes);
+  FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
+    const V32 p = hn::Set(f, P[k * ldp]);
+    V32 weight = hn::Zero(f);
+    FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+      const int64_t at = c + v * kLanes;
+      if (v * kLanes % Format<kDType>::kBlock == 0) {  // another block begins
+        weight = hn::Mul(p, block_scale<kDType>(V[k], at));
+      }
+      acc[v] = hn::MulAdd(weight, load_block_codes<kDType>(V[k], at), acc[v]);
+    }
+  }
+  FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) hn::Store(acc[v], f, O + v * kLanes);
+}
+
 /// O[row] += sum_k P[k][row] V_k for kCount keys.
 template <DType kDType, int kCount>
 HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float* HWY_RESTRICT P,
@@ -299,6 +354,12 @@ HWY_INLINE void add_rows(const char* const (&V)[kCount], int64_t dv, const float
   constexpr int kWide = 4;
   int64_t c = 0;
   for (; c + kWide * kLanes <= dv; c += kWide * kLanes) {
+    if constexpr (has_block_scales(kDType)) {
+      if (rows == 1) {
+        add_blocks<kDType, kWide, kCount>(V, c, P, ldp, O + c);
+        continue;
+      }
+    }
     V32 value[kCount][kWide];
     FULGUR_UNROLL for (int k = 0; k < kCount; ++k) {
       FULGUR_UNROLL for (int v = 0; v < kWide; ++v) {
@@ -459,22 +520,43 @@ HWY_INLINE void with_numbers(const Task& first, const DecodeOperand& of, int64_t
   }
 }
 
+/// `rows` numbers of each of `count` keys, `ld` apart, times the scale of the key; scales are `step` apart.
+template <class Scale>
+HWY_INLINE void descale_keys(const Scale* HWY_RESTRICT scale, int64_t step, int64_t count, int64_t rows,
+                             float* HWY_RESTRICT to, int64_t ld) {
+  const auto value = [](Scale x) {
+    if constexpr (std::is_same_v<Scale, float>) return x;
+    else return f32_from_f16(x);
+  };
+  if (rows == 1) {
+    for (int64_t i = 0; i < count; ++i, scale += step, to += ld) *to *= value(*scale);
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i, scale += step, to += ld) {
+    const float factor = value(*scale);
+    for (int64_t row = 0; row < rows; ++row) to[row] *= factor;
+  }
+}
+
 /// S or P of a tile times the scales of keys whose codes are multiplied as they are.
 HWY_NOINLINE inline void descale_scores(const Task& first, const DecodeOperand& of, int64_t j,
                                         int64_t n, const DecodeRows& all) {
   if (!of.scaling.given() || of.made()) return;
   const ScaleTensor& scale = of.scaling.scale;
   const int64_t rows = first.rows(), step = scale.at.of_rows ? scale.at.row : 0;
-  for (int64_t r = 0; r < all.count; r += rows) {
-    const int64_t kv = first.kv + r / rows;
-    float* to = all.S + r;
-    for (KvRuns run(first.keys, j, n); !run.done(); run.next()) {
+  float* S = all.S;
+  for (KvRuns run(first.keys, j, n); !run.done(); run.next()) {
+    for (int64_t r = 0; r < all.count; r += rows) {
+      const int64_t kv = first.kv + r / rows;
       const int64_t at = scale.at.offset(first.b, kv, run.entry, run.row, kv, 0);
-      for (int64_t i = 0; i < run.count; ++i, to += all.width) {
-        const float factor = scale[at + i * step];
-        for (int64_t row = 0; row < rows; ++row) to[row] *= factor;
+      float* const to = S + r;
+      if (scale.at.dtype == DType::kF32) {
+        descale_keys(static_cast<const float*>(scale.data) + at, step, run.count, rows, to, all.width);
+      } else {
+        descale_keys(static_cast<const uint16_t*>(scale.data) + at, step, run.count, rows, to, all.width);
       }
     }
+    S += run.count * all.width;
   }
 }
 

@@ -144,6 +144,24 @@ HWY_INLINE void load_code_row(const uint8_t* row, int64_t cols, float* HWY_RESTR
   for (; c < ld; c += kLanes) hn::Store(hn::Zero(f), f, to + c);
 }
 
+/// Whether rows of a dtype are blocks of codes with a scale.
+constexpr bool has_block_scales(DType dtype) {
+  return dtype == DType::kQ8_0 || dtype == DType::kQ4_0;
+}
+
+/// Codes c to c + kLanes - 1 of a row of blocks, and the scale of their block.
+template <DType kDType>
+HWY_INLINE V32 load_block_codes(const char* row, int64_t c) {
+  using Row = Format<kDType>;
+  const auto* const block = reinterpret_cast<const uint8_t*>(row) + c / Row::kBlock * Row::kBytes;
+  return load_codes<kDType>(block, c % Row::kBlock);
+}
+template <DType kDType>
+HWY_INLINE V32 block_scale(const char* row, int64_t c) {
+  using Row = Format<kDType>;
+  return broadcast_f16(reinterpret_cast<const uint8_t*>(row) + c / Row::kBlock * Row::kBytes);
+}
+
 /// Numbers c to c + kLanes - 1 of a row of elements or codes, c a multiple of kLanes.
 template <DType kDType>
 HWY_INLINE V32 load_numbers(const char* row, int64_t c) {
