@@ -1,9 +1,7 @@
-// Measures every candidate of decode calls (src/cuda/sm90/decode_candidates.h), with which
+// Measures every candidate of decode calls (src/cuda/decode/candidates.h), with which
 // notes/decode_cost.md compares the cost model (decode_cost.h). `decode_candidates_bench compile`
 // compiles their kernels into the cache, on any machine; `decode_candidates_bench SECONDS SEED
 // FILE` measures calls drawn at random from a grid, on a GPU, and writes a line of JSON for each.
-#include "cuda/sm90/decode_candidates.h"
-
 #include <dlfcn.h>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -23,17 +21,20 @@
 
 #include "base/parallel.h"
 #include "call/make_problem.h"
+#include "cuda/decode/candidates.h"
+#include "cuda/decode/family.h"
 #include "cuda/device/gpu.h"
 #include "cuda/driver/driver.h"
 #include "cuda/engine/devices.h"
 #include "cuda/jit/compile.h"
+#include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
 
 namespace fulgur::cuda {
 namespace {
 
-using sm90::DecodeCandidate;
-using sm90::DecodePlan;
+using decode::DecodeCandidate;
+using decode::DecodePlan;
 
 constexpr int64_t kColdBytes = 120'000'000;  // of the copies of a cache: more than any L2
 constexpr int64_t kMaxBytes = 3'000'000'000;
@@ -131,8 +132,8 @@ void compile_all() {
   std::map<std::string, KernelRequest> requests;
   for (const Cell& cell : grid()) {
     const Problem p = problem_of(cell);
-    for (const DecodePlan& plan : sm90::decode_plans(p, {}))
-      for (const KernelUse& use : sm90::decode_kernels(plan))
+    for (const DecodePlan& plan : decode::decode_plans(p, {}))
+      for (const KernelUse& use : decode::decode_kernels(plan))
         requests.emplace(use.request.kernel_config + use.request.source, use.request);
   }
   std::vector<KernelRequest> all;
@@ -226,8 +227,8 @@ class Measuring {
       calls.push_back(
           arguments(c, {at, at + c.key_bytes(), q_, out_, used_, c.page > 0 ? table_ : nullptr}));
     }
-    const DecodePlan chosen = sm90::decode_candidate(p, card).plan;
-    const std::vector<DecodePlan> plans = sm90::decode_plans(p, card);
+    const DecodePlan chosen = decode::decode_candidate(p, card).plan;
+    const std::vector<DecodePlan> plans = decode::decode_plans(p, card);
     std::vector<std::unique_ptr<const Executable>> executables;
     std::vector<void*> graphs;
     std::vector<std::vector<uint16_t>> outs;

@@ -20,6 +20,7 @@
 #include "calls.h"
 #include "expressions.h"
 #include "fulgur/append.h"
+#include "fulgur/cuda.h"
 #include "fulgur/distributed/plan.h"
 #include "fulgur/scores.h"
 #include "groups.h"
@@ -93,6 +94,7 @@ fulgur::Options read_options(const Entries& from) {
   to.mask_mod = fulgur::python::expression_of(from["mask_mod"]);
   to.threads = nb::cast<int>(from["threads"]);
   to.engine = nb::cast<std::string>(from["engine"]);
+  to.algorithm = nb::cast<std::string>(from["algorithm"]);
   return to;
 }
 
@@ -130,11 +132,11 @@ void compute_by_group(const fulgur::Group& group, const std::string& sharding, i
 }
 
 template <class Args>
-fulgur::Plan make_plan(const nb::dict& views, const nb::dict& options) {
+fulgur::Plan make_plan(const nb::dict& views, const nb::dict& options, const std::string& card) {
   const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
   const fulgur::python::WithoutGil unlocked;
-  return fulgur::plan(args, read);
+  return card.empty() ? fulgur::plan(args, read) : fulgur::cuda::plan_for_card(card, args, read);
 }
 
 template <class Args>
@@ -444,8 +446,8 @@ NB_MODULE(_fulgur, m) {
            "workspace"_a.none())
       .def("run_backward", &run_plan<BackwardArgs>, "views"_a, "stream"_a, "seed"_a, "offset"_a,
            "workspace"_a.none());
-  m.def("plan_forward", &make_plan<ForwardArgs>, "views"_a, "options"_a);
-  m.def("plan_backward", &make_plan<BackwardArgs>, "views"_a, "options"_a);
+  m.def("plan_forward", &make_plan<ForwardArgs>, "views"_a, "options"_a, "card"_a);
+  m.def("plan_backward", &make_plan<BackwardArgs>, "views"_a, "options"_a, "card"_a);
   m.def("forward", &compute<ForwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);

@@ -21,7 +21,7 @@ MAX_UNITS = 16  # of a folder
 PUBLIC = "include/fulgur"
 PUBLIC_GROUPS = "include/fulgur/distributed"
 HOST_DEVICE = ["kernels/host_device"]
-SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward", "decode")]
+SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward")]
 CALL = [PUBLIC, "base", "expression", "call", *HOST_DEVICE]
 CUDA_COMMON = [*CALL, "engine", "kernels/common", "kernels/backward", "cuda/driver", "cuda/jit",
                "cuda/device"]
@@ -47,9 +47,11 @@ FOLDERS = {
     "cuda/jit": [PUBLIC, "cuda/driver"],
     "cuda/device": [PUBLIC, "base", "cuda/driver", "cuda/jit"],
     "cuda/common": CUDA_COMMON,
-    "cuda/sm90": [*CUDA_COMMON, "cuda/common", *SM90_PARAMS],
+    "cuda/decode": [*CUDA_COMMON, "cuda/common", "kernels/decode"],
+    "cuda/sm90": [*CUDA_COMMON, "cuda/common", "cuda/decode", *SM90_PARAMS],
     "cuda/portable": [*CUDA_COMMON, "cuda/common", "kernels/portable/forward", "kernels/portable/backward"],
-    "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/portable", "cuda/sm90"],
+    "cuda/papers": [*CUDA_COMMON, "cuda/common", "cuda/portable", "kernels/papers"],
+    "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/decode", "cuda/papers", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
     "api": [*CALL, "engine", "plan", PUBLIC_GROUPS],
     "distributed": [*CALL, PUBLIC_GROUPS],
@@ -61,12 +63,13 @@ FOLDERS = {
     "kernels/portable/common": KERNEL,
     "kernels/portable/forward": [*ATTENTION_KERNEL, "kernels/portable/common"],
     "kernels/portable/backward": [*ATTENTION_KERNEL, "kernels/backward", "kernels/portable/common"],
+    "kernels/papers": [*ATTENTION_KERNEL, "kernels/portable/common", "kernels/portable/forward"],
     "kernels/sm90/ptx": KERNEL,
     "kernels/sm90/common": [*ATTENTION_KERNEL, "kernels/sm90/ptx"],
     "kernels/sm90/forward": SM90_KERNEL,
     "kernels/sm90/backward": [*SM90_KERNEL, "kernels/backward"],
-    "kernels/sm90/decode": [*SM90_KERNEL, "kernels/common", "kernels/sm90/decode/schedule"],
-    "kernels/sm90/decode/schedule": [*SM90_KERNEL, "kernels/sm90/decode"],
+    "kernels/decode": [*SM90_KERNEL, "kernels/common", "kernels/decode/schedule"],
+    "kernels/decode/schedule": [*SM90_KERNEL, "kernels/decode"],
 }
 
 

@@ -16,25 +16,18 @@ sys.path.insert(0, str(ROOT / "tools"))
 import report_file  # noqa: E402
 from kernel_hash import kernel_hash  # noqa: E402
 from marked import put  # noqa: E402
+from speed_plot import length, mask, picture  # noqa: E402
 
 FORWARD = ("sm90/forward/forward.cu", "common/copy_rows.cu", "common/padding.cu")
 BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
                         ("prepare", "keys", "keys_wide", "rows", "reduce", "round", "repair", "sinks")))
-DECODE = (*(f"sm90/decode/{part}.cu" for part in ("decode_warp", "decode_warpgroup", "combine")), "common/padding.cu")
+DECODE = (*(f"decode/{part}.cu" for part in ("decode_warp", "decode_warpgroup", "combine")), "common/padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
            "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flash4": "FlashAttention-4", "flashinfer": "FlashInfer",
          "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
 README_NAMES = ("fulgur", "flash3", "flash4", "cudnn", "flash2")  # in the README's table
 COLORS = {"fulgur": "#c0392b", "flash3": "#27ae60", "flash4": "#8e44ad", "cudnn": "#2980b9", "flash2": "#7f8c8d"}
-
-
-def length(n):
-    return f"{n // 1024}k" if n % 1024 == 0 else str(n)
-
-
-def mask(causal):
-    return "causal" if causal else "full"
 
 
 def measured(rows):
@@ -338,50 +331,11 @@ def markdown(report):
     return "\n".join(text).rstrip() + "\n"
 
 
-def panel(rows, names, x0, y0, title, top):
-    """One set of axes: speeds over lengths."""
-    width, height = 250, 150
-    lengths = [r["s"] for r in rows]
-
-    def at(i, speed):
-        return x0 + 40 + i * (width - 50) / max(1, len(lengths) - 1), y0 + 20 + height * (1 - speed / top)
-
-    out = [f'<text x="{x0 + 40}" y="{y0 + 12}" font-weight="bold">{title}</text>']
-    for speed in range(0, top + 1, 200):
-        y = at(0, speed)[1]
-        out.append(f'<path d="M{x0 + 35:.1f} {y:.1f}H{x0 + width - 5:.1f}" stroke="#ddd"/>')
-        out.append(f'<text x="{x0 + 30}" y="{y + 4:.1f}" text-anchor="end">{speed}</text>')
-    for i, s in enumerate(lengths):
-        out.append(f'<text x="{at(i, 0)[0]:.1f}" y="{y0 + height + 34}" text-anchor="middle">{length(s)}</text>')
-    for name in names:
-        key = f"{name}_tflops"
-        points = " ".join("{:.1f},{:.1f}".format(*at(i, r[key])) for i, r in enumerate(rows) if key in r)
-        out.append(f'<polyline points="{points}" fill="none" stroke="{COLORS[name]}" stroke-width="2"/>')
-    return out
-
-
 def svg(report):
     """The grids of the passes that were measured, a row of panels for each mask."""
     grids = {"": report.get("results", []), ", backward": report.get("backward", {}).get("results", [])}
-    every = [r for rows in grids.values() for r in rows]
-    names = measured(every)
-    top = -(-int(max((r[f"{n}_tflops"] for r in every for n in names if f"{n}_tflops" in r), default=1)) // 200) * 200
-    dims = sorted({r["d"] for r in every})
-    body, y = [], 0
-    for which, rows in grids.items():
-        for causal in (False, True) if rows else ():
-            for column, d in enumerate(dims):
-                cells = [r for r in rows if r["d"] == d and r["causal"] == causal]
-                body += panel(cells, names, 260 * column, y, f"d {d}, {mask(causal)}{which}: TFLOP/s by length", top)
-            y += 200
-    for i, name in enumerate(names):
-        body.append(f'<path d="M{40 + 150 * i} {y + 10}h20" stroke="{COLORS[name]}" stroke-width="2"/>')
-        body.append(f'<text x="{65 + 150 * i}" y="{y + 14}">{NAMES[name]}</text>')
-    size = f'width="{260 * len(dims)}" height="{y + 25}"'
-    style = 'font-family="sans-serif" font-size="11" fill="#222"'
-    lines = "\n".join(body)
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<rect {size} fill="white"/>\n<g {style}>\n'
-            f"{lines}\n</g>\n</svg>\n")
+    names = measured([r for rows in grids.values() for r in rows])
+    return picture(grids, {name: NAMES[name] for name in names}, {name: COLORS[name] for name in names})
 
 
 def summary(report):

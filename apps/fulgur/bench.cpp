@@ -7,6 +7,8 @@
 #include <fstream>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <string_view>
 
 #include "commands.h"
 #include "flags.h"
@@ -156,10 +158,11 @@ struct Peaks {
   }
 };
 
-/// What was timed of a case.
+/// What was measured of a case.
 struct Times {
-  double seconds = 0;  ///< of a call
-  double first = 0;    ///< of planning and the first call
+  double seconds = 0;       ///< of a call
+  double first = 0;         ///< of planning and the first call
+  int64_t extra_bytes = 0;  ///< of memory, besides the inputs
 };
 
 /// `work` counts bytes of decode, flops otherwise.
@@ -177,6 +180,7 @@ ordered_json result(const bench::Case& c, double work, const Times& times, const
     row["first_ms"] = 1e3 * times.first;
   }
   row["ms"] = 1e3 * times.seconds;
+  row["extra_bytes"] = times.extra_bytes;
   const double rate = work / times.seconds;
   if (c.pass == "decode") {
     row["page"] = c.page;
@@ -188,6 +192,7 @@ ordered_json result(const bench::Case& c, double work, const Times& times, const
     return row;
   }
   row["gflop_per_s"] = rate * 1e-9;
+  if (!c.algorithm.empty()) row["algorithm"] = c.algorithm;
   if (cuda) return row;
   row["percent_of_fma_peak"] = 100 * rate / (c.threads == 1 ? peaks.flops_1 : peaks.flops_all);
   return row;
@@ -237,7 +242,7 @@ Measured measure(const std::vector<bench::Case>& cases, int rounds, Device devic
     for (size_t i = 0; i < workloads.size(); ++i) {
       const bench::Case& c = measured.cases[work.size()];
       work.push_back(c.pass == "decode" ? c.bytes() : workloads[i].flops());
-      times.push_back({median(seconds[i]), first[i]});
+      times.push_back({median(seconds[i]), first[i], workloads[i].extra_bytes()});
     }
   }
   measured.peaks = Peaks::median_of(peaks);
@@ -299,13 +304,97 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
       });
 }
 
+/// The rows of the measured cases of a paper: a line for each algorithm and pass, TFLOP/s by
+/// length, and the memory that the passes take besides their inputs.
+class PaperTables {
+ public:
+  PaperTables(const std::vector<bench::Case>& cases, const ordered_json& rows) {
+    for (size_t i = 0; i < cases.size(); ++i) {
+      const bench::Case& c = cases[i];
+      const auto value = [&](const char* name) { return rows[i][name].get<double>(); };
+      const double ms = value("ms");
+      Cell& cell = tables_[{c.d, c.causal}][c.algorithm][c.sk];
+      Pass& pass = c.pass == "forward" ? cell.forward : cell.backward;
+      pass = {1e-3 * value("gflop_per_s"), ms, value("extra_bytes")};
+      lengths_.insert(c.sk);
+    }
+  }
+
+  void print() const {
+    for (const auto& [table, algorithms] : tables_) {
+      fmt::print("\nd {}, {}: TFLOP/s by sequence length\n{:<28}", table.first,
+                 table.second ? "causal" : "full", "");
+      for (const int64_t n : lengths_) fmt::print("{:>9}", n);
+      fmt::print("\n");
+      for (const char* const what : {"forward", "backward", "both", "memory, MB"}) {
+        for (const auto& [algorithm, cells] : algorithms) {
+          fmt::print("{:<16} {:<11}", what, algorithm);
+          for (const int64_t n : lengths_) {
+            const auto found = cells.find(n);
+            const double x = found == cells.end() ? 0 : found->second.value(what);
+            fmt::print("{:>9}", x == 0 ? "-" : fmt::format("{:.{}f}", x, x < 10 ? 1 : 0));
+          }
+          fmt::print("\n");
+        }
+      }
+    }
+    print_ratios();
+  }
+
+ private:
+  struct Pass {
+    double tflops = 0, ms = 0, bytes = 0;
+    double work() const { return tflops * ms; }
+  };
+  struct Cell {
+    Pass forward, backward;
+
+    double both() const {
+      if (forward.ms == 0 || backward.ms == 0) return 0;
+      return (forward.work() + backward.work()) / (forward.ms + backward.ms);
+    }
+    double value(std::string_view what) const {
+      if (what == "forward") return forward.tflops;
+      if (what == "backward") return backward.tflops;
+      return what == "both" ? both() : 1e-6 * std::max(forward.bytes, backward.bytes);
+    }
+  };
+  using Cells = std::map<int64_t, Cell>;
+
+  /// What the papers say of the algorithms: how much faster each is than another, both passes.
+  void print_ratios() const {
+    fmt::print("\nboth passes, how much faster, over all lengths, dims and masks\n");
+    for (const auto& [faster, slower] : {std::pair{"fa1", "standard"}, std::pair{"fa2", "standard"},
+                                         std::pair{"fa2", "fa1"}, std::pair{"fa3", "fa2"}}) {
+      std::vector<double> ratios;
+      for (const auto& [table, algorithms] : tables_) {
+        const auto a = algorithms.find(faster), b = algorithms.find(slower);
+        if (a == algorithms.end() || b == algorithms.end()) continue;
+        for (const auto& [n, cell] : a->second) {
+          const auto other = b->second.find(n);
+          if (other == b->second.end() || other->second.both() == 0) continue;
+          ratios.push_back(cell.both() / other->second.both());
+        }
+      }
+      if (ratios.empty()) continue;
+      const auto [least, most] = std::ranges::minmax(ratios);
+      fmt::print("{:<9} than {:<9} {:.2f} to {:.2f}, median {:.2f}\n", faster, slower, least, most,
+                 median(ratios));
+    }
+  }
+
+  std::map<std::pair<int64_t, bool>, std::map<std::string, Cells>> tables_;
+  std::set<int64_t> lengths_;
+};
+
 struct BenchRequest {
-  std::string grid = "quick", device = "cpu", json;
+  std::string grid = "quick", device = "cpu", json, paper;
   std::vector<std::string> only;
 };
 
 std::vector<bench::Case> cases_of(const BenchRequest& r, Device device, int threads) {
-  const std::vector<bench::Case> cases = r.grid == "decode" ? bench::decode_grid(threads, device)
+  const std::vector<bench::Case> cases = !r.paper.empty()     ? bench::paper_grid(r.paper, device)
+                                         : r.grid == "decode" ? bench::decode_grid(threads, device)
                                          : device.type == DeviceType::kCuda
                                              ? bench::cuda_grid(r.grid, device)
                                              : bench::cpu_grid(r.grid, threads);
@@ -314,6 +403,10 @@ std::vector<bench::Case> cases_of(const BenchRequest& r, Device device, int thre
 
 void run_bench(const BenchRequest& r) {
   const Device device = device_called(r.device, "--device " + r.device);
+  if (!r.paper.empty() && device.type != DeviceType::kCuda) {
+    throw Error(Status::kInvalidArgument,
+                "--reproduce: given for the CPU, want --device cuda: its algorithm is fa2");
+  }
   if (!r.json.empty()) io::check_writable(r.json);
   const int threads = bench::all_threads();
   const std::vector<bench::Case> cases = cases_of(r, device, threads);
@@ -324,16 +417,18 @@ void run_bench(const BenchRequest& r) {
     fmt::print("note: other work runs on this machine (load average {:.1f}); expect lower speeds\n",
                before);
   }
-  Measured measured = measure(cases, r.grid == "standard" ? 5 : 3, device, threads);
+  const int rounds = !r.paper.empty() ? 1 : r.grid == "standard" ? 5 : 3;
+  Measured measured = measure(cases, rounds, device, threads);
   report["peaks"] = measured.peaks.json(device);
   fmt::print("measured: {}\n", measured.peaks.in_words(device, threads));
+  if (!r.paper.empty()) PaperTables(measured.cases, measured.rows).print();
   size_t width = 45;
   for (const bench::Case& c : measured.cases) width = std::max(width, c.name().size());
-  for (size_t i = 0; i < measured.cases.size(); ++i) {
+  for (size_t i = 0; i < measured.cases.size() && r.paper.empty(); ++i) {
     print(measured.cases[i], width, measured.rows[i]);
   }
-  print_ratios(measured.cases, measured.rows);
-  report["grid"] = r.grid;
+  if (r.paper.empty()) print_ratios(measured.cases, measured.rows);
+  report["grid"] = r.paper.empty() ? r.grid : r.paper;
   report["results"] = std::move(measured.rows);
   report["not_computed"] = ordered_json::array();
   for (const auto& [why, names] : measured.not_computed) {
@@ -358,6 +453,12 @@ void add_bench(CLI::App& app) {
       ->check(CLI::IsMember({"quick", "standard", "decode"}))
       ->type_name("G");
   command
+      ->add_option("--reproduce", r->paper,
+                   "Instead the tables of a paper: FlashAttention, -2 or -3, on one GPU")
+      ->check(CLI::IsMember({"fa1", "fa2", "fa3"}))
+      ->type_name("P")
+      ->excludes("--grid");
+  command
       ->add_option("--only", r->only,
                    "Only the shapes whose names have these parts, of each kind one")
       ->type_name("PART");
@@ -373,6 +474,7 @@ void add_bench(CLI::App& app) {
       "  fulgur bench\n"
       "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json\n"
       "  fulgur bench --device cuda --grid standard\n"
+      "  fulgur bench --device cuda --reproduce fa2\n"
       "  fulgur bench --grid decode --only batch:8 keys:4096 hq:32 hk:8 page:none");
   command->callback([r] { run_bench(*r); });
 }

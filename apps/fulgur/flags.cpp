@@ -47,6 +47,10 @@ void OptionFlags::add_to(CLI::App& command) {
                    "The bits of a sequence depend neither on the batch nor on the threads");
   add_whole(command, "--max-workspace", max_workspace_,
             "Bytes that the call may want besides its tensors; default any number");
+  command
+      .add_option("--algorithm", algorithm_,
+                  "standard, fa1, fa2 or fa3: one of the papers', of engines that have it")
+      ->type_name("NAME");
   add_whole(command, "--threads", threads_, "Threads; default OMP_NUM_THREADS or all cores");
 }
 
@@ -62,6 +66,7 @@ Options OptionFlags::options() const {
   options.deterministic = deterministic_;
   options.invariant = invariant_;
   options.max_workspace = max_workspace_;
+  options.algorithm = algorithm_;
   options.threads = threads_;
   return options;
 }

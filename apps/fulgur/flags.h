@@ -77,6 +77,7 @@ class OptionFlags {
   uint64_t seed_ = 0;
   bool top_left_ = false, deterministic_ = false, invariant_ = false;
   int64_t max_workspace_ = 0;
+  std::string algorithm_;
   int threads_ = 0;
 };
 

@@ -137,6 +137,40 @@ std::shared_ptr<void> allocated(int64_t bytes, Device device) {
   return take(bytes);
 }
 
+/// The workspace of all workloads of a GPU, whose runs follow each other: that of the one that
+/// wants most. Without it the engine would keep one for each size that it ever had.
+class SharedWorkspace {
+ public:
+  explicit SharedWorkspace(Device device) : device_(device) {}
+
+  static SharedWorkspace& of(Device device) {
+    static auto& all = *new std::map<int, SharedWorkspace>;
+    return all.try_emplace(device.index, device).first->second;
+  }
+
+  void reserve(const WorkspaceNeed& need) {
+    if (kZeroed + need.bytes <= bytes_) return;
+    cuda::synchronize(device_.index);
+    memory_ = allocated(kZeroed + need.bytes, device_);
+    bytes_ = kZeroed + need.bytes;
+    const std::vector<char> zeros(kZeroed);
+    cuda::copy(memory_.get(), zeros.data(), kZeroed, device_.index);
+  }
+
+  /// Those that want no zeros leave the first bytes alone.
+  Workspace of(const WorkspaceNeed& need) const {
+    const int64_t begin = need.zeroed_bytes > 0 ? 0 : kZeroed;
+    return {static_cast<char*>(memory_.get()) + begin, need.bytes};
+  }
+
+ private:
+  static constexpr int64_t kZeroed = 1 << 16;
+
+  Device device_;
+  std::shared_ptr<void> memory_;
+  int64_t bytes_ = 0;
+};
+
 }  // namespace
 
 std::string Case::name() const {
@@ -149,8 +183,8 @@ std::string Case::name() const {
                        prefix == 0 ? "prefix:none" : fmt::format("prefix:{}", prefix),
                        uneven ? "uneven" : "even", where);
   }
-  return fmt::format("{}/{}/n:{}/hq:{}/d:{}/{}/{}", pass, name_of(dtype), sk, hq, d,
-                     causal ? "causal" : "full", where);
+  return fmt::format("{}/{}/n:{}/hq:{}/d:{}/{}{}{}/{}", pass, name_of(dtype), sk, hq, d,
+                     causal ? "causal" : "full", algorithm.empty() ? "" : "/", algorithm, where);
 }
 
 double Case::bytes() const {
@@ -226,6 +260,26 @@ std::vector<Case> cuda_grid(const std::string& name, Device device) {
   for (const int64_t batch : {1, 16}) {
     for (const int64_t group : {4, 8}) {
       if (!quick || (batch == 16 && group == 4)) cases.push_back(cuda_decode(batch, group, device));
+    }
+  }
+  return cases;
+}
+
+std::vector<Case> paper_grid(const std::string& paper, Device device) {
+  std::vector<std::string> algorithms = {"standard", "fa1"};
+  if (paper != "fa1") algorithms.emplace_back("fa2");
+  if (paper == "fa3") algorithms.emplace_back("fa3");
+  std::vector<Case> cases;
+  for (const int64_t d : {64, 128}) {
+    for (const bool causal : {false, true}) {
+      for (const std::string& algorithm : algorithms) {
+        for (int64_t n = 512; n <= 16384; n *= 2) {
+          for (const char* pass : {"forward", "backward"}) {
+            cases.push_back(cuda_attention(pass, n, d, causal, device));
+            cases.back().algorithm = algorithm;
+          }
+        }
+      }
     }
   }
   return cases;
@@ -356,6 +410,7 @@ Workload::Workload(const Case& c)
   options.mask = c.causal ? causal() : full();
   options.threads = c.threads;
   options.engine = c.device.type == DeviceType::kCpu ? "cpu" : "cuda";
+  options.algorithm = c.algorithm;
   forward_ = {q, kv, kv, q, lse};
   if (c.page > 0) forward_.cache.page_table = tensor(DType::kI32, {c.batch, pages});
   if (c.page > 0 || c.uneven) forward_.lengths.seqused_k = tensor(DType::kI32, {c.batch});
@@ -371,6 +426,15 @@ Workload::Workload(const Case& c)
   };
   const Plan forward_plan = timed_plan(forward_);
   plan_ = backward_ ? timed_plan(BackwardArgs{q, q, kv, kv, q, lse, q, kv, kv}) : forward_plan;
+  const auto bytes_of = [](const Tensor& t) { return t.numel() * size_of(t.dtype); };
+  extra_bytes_ =
+      plan_.workspace().bytes + bytes_of(q) + (backward_ ? 2 * bytes_of(kv) : bytes_of(lse));
+  const bool on_gpu = device_.type == DeviceType::kCuda;
+  const WorkspaceNeed before = on_gpu ? forward_plan.workspace() : WorkspaceNeed{};
+  need_ = on_gpu ? plan_.workspace() : WorkspaceNeed{};
+  for (const WorkspaceNeed& need : {before, need_}) {
+    if (need.bytes > 0) SharedWorkspace::of(device_).reserve(need);
+  }
   forward_.q = filled(q);
   forward_.k = filled(kv);
   forward_.v = filled(kv);
@@ -385,16 +449,22 @@ Workload::Workload(const Case& c)
   forward_.shared_prefix.prefix_lens =
       filled(forward_.shared_prefix.prefix_lens, {static_cast<int32_t>(c.prefix)});
   if (!backward_) return;
-  forward_plan.run(forward_);
+  forward_plan.run(forward_, run_with(before));
   backward_args_ = {filled(q),    forward_.q, forward_.k, forward_.v, forward_.out,
                     forward_.lse, filled(q),  filled(kv), filled(kv)};
 }
 
+Run Workload::run_with(const WorkspaceNeed& need) const {
+  Run run;
+  if (need.bytes > 0) run.workspace = SharedWorkspace::of(device_).of(need);
+  return run;
+}
+
 void Workload::run() const {
   if (backward_) {
-    plan_.run(backward_args_);
+    plan_.run(backward_args_, run_with(need_));
   } else {
-    plan_.run(forward_);
+    plan_.run(forward_, run_with(need_));
   }
 }
 

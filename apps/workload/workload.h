@@ -17,9 +17,10 @@ struct Case {
   bool causal = false;
   int threads = 1;  ///< on the CPU
   Device device{};
-  int64_t page = 0;     ///< keys of a page, which are handed out at random; 0 = contiguous keys
-  bool uneven = false;  ///< the first sequence has sk keys, the others an eighth of them
-  int64_t prefix = 0;   ///< so many first keys, whole pages, are the same for all sequences
+  int64_t page = 0;         ///< keys of a page, which are handed out at random; 0 = contiguous keys
+  bool uneven = false;      ///< the first sequence has sk keys, the others an eighth of them
+  int64_t prefix = 0;       ///< so many first keys, whole pages, are the same for all sequences
+  std::string algorithm{};  ///< as Options says
 
   /// Parts, joined by "/": "forward/f32/n:1024/d:64/full/threads:1".
   std::string name() const;
@@ -44,6 +45,11 @@ std::vector<Case> cache_grid(int threads);
 /// and 8. "quick": 4k and one decode.
 std::vector<Case> cuda_grid(const std::string& name, Device device);
 
+/// The tables of the papers on FlashAttention, "fa1", "fa2" or "fa3", with the algorithms that each
+/// compares: bf16, N 512 to 16k, d 64 and 128, full and causal, always 16k rows of 2048 elements,
+/// forward and backward.
+std::vector<Case> paper_grid(const std::string& paper, Device device);
+
 /// Decode of bf16 by what a server varies: sequences and their keys, heads and dims, contiguous
 /// keys and pages, and for the first heads query tokens (causal), uneven lengths and shared
 /// prefixes of three quarters of the keys, too. On the CPU also f32, bf16 and f16 by the rows of 4
@@ -65,6 +71,8 @@ class Workload {
   /// Waits until the runs are done.
   void wait() const;
   double flops() const { return plan_.flops(); }
+  /// What a call takes of memory besides its inputs: outputs and workspace.
+  int64_t extra_bytes() const { return extra_bytes_; }
   /// What planning took.
   double plan_seconds() const { return plan_seconds_; }
 
@@ -74,6 +82,7 @@ class Workload {
   /// The tensor with these values, if it is given.
   ConstTensor filled(ConstTensor tensor, const std::vector<int32_t>& values);
   void* take(int64_t bytes);
+  Run run_with(const WorkspaceNeed& need) const;
   void copy(void* to, const void* from, int64_t bytes) const;
 
   Device device_;
@@ -83,6 +92,8 @@ class Workload {
   BackwardArgs backward_args_;
   Plan plan_;
   double plan_seconds_ = 0;
+  int64_t extra_bytes_ = 0;
+  WorkspaceNeed need_;  ///< of its runs; of none on the CPU, where the engine has its own
 };
 
 }  // namespace fulgur::bench

@@ -58,7 +58,11 @@ struct Options {
   int64_t max_workspace = 0;
   int threads = 0;       ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
   std::string engine{};  ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
-  Origin origin{};       ///< of a call that is a part of a larger one; on the CPU
+  /// "" picks; "standard" (S and P in memory), "fa1" (FlashAttention: keys in the outer loop),
+  /// "fa2" (FlashAttention-2: queries) or "fa3" (FlashAttention-3: Hopper's instructions) force one
+  /// of the papers' algorithms, of an engine that has it.
+  std::string algorithm{};
+  Origin origin{};  ///< of a call that is a part of a larger one; on the CPU
 };
 
 /// Tensors of the forward pass, in layout (batch, seqlen, heads, dim) or packed (total, heads,

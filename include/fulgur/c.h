@@ -54,6 +54,7 @@ typedef struct fulgur_options {
   /// What scores become, and which keys a query sees, as text (docs/expressions.md), which may
   /// index the tensors of the call; null = they stay, all that the mask shows.
   const char *score_mod, *mask_mod;
+  const char* algorithm;  ///< null or "" picks; "standard", "fa1", "fa2", "fa3"
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows
@@ -208,6 +209,16 @@ FULGUR_API fulgur_status fulgur_plan_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, fulgur_plan** plan);
 FULGUR_API fulgur_status fulgur_plan_backward(const fulgur_backward_args* args,
                                               const fulgur_options* options, fulgur_plan** plan);
+/// The plan for one card by its name, such as "a100", which need not be here (cuda.h): it is
+/// explained, and runs nowhere.
+FULGUR_API fulgur_status fulgur_plan_forward_for_card(const char* card,
+                                                      const fulgur_forward_args* args,
+                                                      const fulgur_options* options,
+                                                      fulgur_plan** plan);
+FULGUR_API fulgur_status fulgur_plan_backward_for_card(const char* card,
+                                                       const fulgur_backward_args* args,
+                                                       const fulgur_options* options,
+                                                       fulgur_plan** plan);
 /// Frees a plan that no run uses any more on the host; what it has put on streams goes on. Null is
 /// fine.
 FULGUR_API void fulgur_plan_free(fulgur_plan* plan);

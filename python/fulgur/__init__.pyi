@@ -449,6 +449,7 @@ def attention(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: Literal[False] = False,
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
@@ -531,6 +532,8 @@ def attention(
             minimum.
         threads: 0 is OMP_NUM_THREADS or all cores.
         engine: "" picks; "cpu", "cuda" or "reference" (``fulgur.engines()``).
+        algorithm: "" picks; "standard", "fa1", "fa2" or "fa3" forces one of the papers' algorithms, of
+            an engine that has it (docs/algorithms.md).
         return_lse: return ``(out, lse)``.
         out: where to write, shape of q but for dv columns, dtype of q.
         stream: on CUDA, where to put the work; default the current stream of q's library. Lengths,
@@ -598,6 +601,7 @@ def attention(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: Literal[True],
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
@@ -647,6 +651,7 @@ def attention(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: bool,
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
@@ -790,6 +795,7 @@ def append_attention(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: Literal[False] = False,
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
@@ -818,7 +824,7 @@ def append_attention(
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
             tensors, cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
             cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
-            threads, engine, return_lse, out, stream: as for :func:`attention`.
+            threads, engine, algorithm, return_lse, out, stream: as for :func:`attention`.
 
     Returns:
         As :func:`attention`.
@@ -875,6 +881,7 @@ def append_attention(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: Literal[True],
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
@@ -920,6 +927,7 @@ def append_attention(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: bool,
     out: _Array | None = None,
     stream: int | _CudaStream | None = None,
@@ -1026,6 +1034,7 @@ def attention_backward(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     dlse: _DLPack | None = None,
     dq: _Array | None = None,
     dk: _Array | None = None,
@@ -1051,7 +1060,7 @@ def attention_backward(
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
             tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, seqused_q, seqused_k, deterministic, invariant, max_workspace, threads,
-            engine, stream: as for :func:`attention`.
+            engine, algorithm, stream: as for :func:`attention`.
 
     Returns:
         (dq, dk, dv), after them dsinks with sinks, then dbias where it is given; each fresh or the
@@ -1105,6 +1114,7 @@ def attention_backward(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     dlse: _DLPack | None = None,
     dq: _Array | None = None,
     dk: _Array | None = None,
@@ -1150,6 +1160,7 @@ def attention_backward(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     dlse: _DLPack | None = None,
     dq: _Array | None = None,
     dk: _Array | None = None,
@@ -1195,6 +1206,7 @@ def attention_backward(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     dlse: _DLPack | None = None,
     dq: _Array | None = None,
     dk: _Array | None = None,
@@ -1240,6 +1252,7 @@ def attention_backward(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     dlse: _DLPack | None = None,
     dq: _Array | None = None,
     dk: _Array | None = None,
@@ -1257,6 +1270,7 @@ def plan(
     *,
     dtype: _DType = "f32",
     device: str = "cpu",
+    card: str = "",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
@@ -1294,6 +1308,7 @@ def plan(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: Literal[False] = False,
     out: _DLPack | None = None,
 ) -> Plan[Literal[False]]:
@@ -1304,12 +1319,15 @@ def plan(
             shapes, strides and dtypes are what is planned for.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
+        card: a GPU by its name, such as "a100" or "rtx-4090", which need not be here: what it would
+            get, what it is expected to take and what binds. Arguments are shapes, device is cuda, and
+            the plan runs nowhere.
         out: given if runs will give one with other strides than a fresh array has.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
             tensors, dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
             prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point,
-            deterministic, invariant, max_workspace, threads, engine, return_lse: as for
+            deterministic, invariant, max_workspace, threads, engine, algorithm, return_lse: as for
             :func:`attention`.
 
     Returns:
@@ -1338,6 +1356,7 @@ def plan(
     *,
     dtype: _DType = "f32",
     device: str = "cpu",
+    card: str = "",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
@@ -1375,6 +1394,7 @@ def plan(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     return_lse: Literal[True],
     out: _DLPack | None = None,
 ) -> Plan[Literal[True]]: ...
@@ -1388,6 +1408,7 @@ def plan_backward(
     *,
     dtype: _DType = "f32",
     device: str = "cpu",
+    card: str = "",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
@@ -1413,6 +1434,7 @@ def plan_backward(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
     dlse: _DLPack | _Shape | None = None,
     dq: _DLPack | None = None,
     dk: _DLPack | None = None,
@@ -1428,6 +1450,9 @@ def plan_backward(
             is computed. Their shapes, strides and dtypes are what is planned for.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
+        card: a GPU by its name, such as "a100" or "rtx-4090", which need not be here: what it would
+            get, what it is expected to take and what binds. Arguments are shapes, device is cuda, and
+            the plan runs nowhere.
         dlse: given, an array or its shape, if runs will give one.
         dq, dk, dv: given if runs will give ones with other strides than fresh arrays have.
         dsinks: float32 or the 16-bit dtype of q ``(hq,)``: likewise; with sinks alone.
@@ -1435,8 +1460,8 @@ def plan_backward(
         dtensors: given if runs will give ones.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
             tensors, dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            seqused_q, seqused_k, deterministic, invariant, max_workspace, threads, engine: as for
-            :func:`attention`.
+            seqused_q, seqused_k, deterministic, invariant, max_workspace, threads, engine, algorithm:
+            as for :func:`attention`.
 
     Returns:
         A :class:`BackwardPlan`.
@@ -1462,6 +1487,7 @@ def explain(
     backward: bool = False,
     dtype: _DType = "f32",
     device: str = "cpu",
+    card: str = "",
     causal: bool = False,
     window: tuple[int, int] | None = None,
     chunk: int = 0,
@@ -1501,6 +1527,7 @@ def explain(
     max_workspace: int = 0,
     threads: int = 0,
     engine: str = "",
+    algorithm: str = "",
 ) -> str:
     """The plan of a call in words: engine, tiles, splits, bytes, flops, what was rejected and why.
 
@@ -1514,11 +1541,14 @@ def explain(
         backward: the plan of :func:`attention_backward`.
         dtype: where shapes are given: "f32", "bf16", "f16" or "f64".
         device: where shapes are given: "cpu", "cuda" or "cuda:0".
+        card: a GPU by its name, such as "a100" or "rtx-4090", which need not be here: what it would
+            get, what it is expected to take and what binds. Arguments are shapes, device is cuda, and
+            the plan runs nowhere.
         causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks, score_mod, mask_mod,
             tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k,
             tree_mask, prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point,
-            v_zero_point, deterministic, invariant, max_workspace, threads, engine: as for
+            v_zero_point, deterministic, invariant, max_workspace, threads, engine, algorithm: as for
             :func:`attention`.
 
     Raises:

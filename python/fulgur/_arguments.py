@@ -72,9 +72,19 @@ def _option(name, value, default):
 _OPTIONS = _fulgur.option_defaults()
 
 
+def text(name, value):
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: got {value!r}, want a string")
+    return value
+
+
+def card(given):
+    return text("card", given.get("card", ""))
+
+
 def options(given):
     """fulgur::Options of the arguments that a call is given."""
-    result = {**_OPTIONS, "threads": 0, "engine": ""}
+    result = {**_OPTIONS, "threads": 0, "engine": "", "algorithm": ""}
     for name, value in given.items():
         if name in _OPTIONS:
             result[name] = _option(name, value, _OPTIONS[name])
@@ -90,10 +100,8 @@ def options(given):
         raise ValueError(f"chunk: got {result['chunk']}, want 0 to {INT64[1]}")
     if "threads" in given:
         result["threads"] = integer("threads", given["threads"], *INT32)
-    if "engine" in given:
-        result["engine"] = given["engine"]
-        if not isinstance(result["engine"], str):
-            raise TypeError(f"engine: got {type(given['engine']).__name__}, want a string")
+    for name in ("engine", "algorithm"):
+        result[name] = text(name, given.get(name, ""))
     return result
 
 
@@ -235,10 +243,8 @@ def given_views(stream, names, given):
 
 def planned_views(given, **arrays):
     """Views of arrays or, without memory, of shapes by name."""
-    dtype, device = given.get("dtype", "f32"), given.get("device", "cpu")
-    for name, x in (("dtype", dtype), ("device", device)):
-        if not isinstance(x, str):
-            raise TypeError(f"{name}: got {x!r}, want a string")
+    dtype = text("dtype", given.get("dtype", "f32"))
+    device = text("device", given.get("device", "cuda" if card(given) else "cpu"))
     found = {}
     for name, x in arrays.items():
         if isinstance(x, (tuple, list)):

@@ -52,7 +52,7 @@ def plan(q, k, v, **given):
     views = _a.with_given(_a.planned_views(given, q=q, k=k, v=v), 0, OPTIONAL["forward"], given) | tensors
     results = _a.forward_results(views["q"], views["v"], return_lse)
     views |= _a.planned_results(results, given, views["q"].device)
-    return Plan(_fulgur.plan_forward(views, options | mods), results)
+    return Plan(_fulgur.plan_forward(views, options | mods, _a.card(given)), results)
 
 
 @described("plan_backward")
@@ -89,7 +89,9 @@ def plan_backward(dout, q, k, v, out, lse, **given):
     of_tensors = _e.Gradients(given, views)
     results = _a.backward_results(views, given) | of_tensors.results
     written = _a.planned_results(results, given | of_tensors.arrays, views["q"].device)
-    return BackwardPlan(_fulgur.plan_backward(views | of_tensors.views(written), options | mods))
+    return BackwardPlan(
+        _fulgur.plan_backward(views | of_tensors.views(written), options | mods, _a.card(given))
+    )
 
 
 class _AnyPlan:

@@ -213,6 +213,13 @@ _THREADS = _rows(("threads", "int", 0, "0 is OMP_NUM_THREADS or all cores."))
 _ENGINE = _THREADS + _rows(
     ("engine", "str", "", '"" picks; "cpu", "cuda" or "reference" (``fulgur.engines()``).'),
 )
+_ALGORITHM = _rows(
+    (
+        "algorithm", "str", "",
+        '"" picks; "standard", "fa1", "fa2" or "fa3" forces one of the papers\' algorithms, of an engine '
+        "that has it (docs/algorithms.md).",
+    ),
+)  # fmt: skip
 _RETURN_LSE = _rows(("return_lse", "bool", False, "return ``(out, lse)``."))
 _OUT = _rows(
     ("out", "result", None, "where to write, shape of q but for dv columns, dtype of q."),
@@ -227,7 +234,12 @@ _STREAM = _rows(
 _PLANNED = _rows(
     ("dtype", "dtype", "f32", 'where shapes are given: "f32", "bf16", "f16" or "f64".'),
     ("device", "str", "cpu", 'where shapes are given: "cpu", "cuda" or "cuda:0".'),
-)
+    (
+        "card", "str", "",
+        'a GPU by its name, such as "a100" or "rtx-4090", which need not be here: what it would get, what it is '
+        "expected to take and what binds. Arguments are shapes, device is cuda, and the plan runs nowhere.",
+    ),
+)  # fmt: skip
 _PLANNED_QKV = _rows(
     (
         "q k v", "planned", REQUIRED,
@@ -371,8 +383,8 @@ def _less(names, *groups):
 
 
 _OPTIONS = _MASK + _SCORES + _EXPRESSIONS + _DROPOUT + _LENGTHS
-_GRADIENT_OPTIONS = _OPTIONS + _DETERMINISTIC + _HOW + _ENGINE
-_EVERY_OPTION = _OPTIONS + _CACHE + _DESCALES + _DETERMINISTIC + _HOW + _ENGINE
+_GRADIENT_OPTIONS = _OPTIONS + _DETERMINISTIC + _HOW + _ENGINE + _ALGORITHM
+_EVERY_OPTION = _OPTIONS + _CACHE + _DESCALES + _DETERMINISTIC + _HOW + _ENGINE + _ALGORITHM
 _PLANNED_OUT = {"out": "given if runs will give one with other strides than a fresh array has."}
 _PLANNED_GRADIENTS = {
     "dlse": "given, an array or its shape, if runs will give one.",
@@ -410,8 +422,8 @@ def _of_run(*groups):
 # and of XLA.
 _OF_EXPRESSIONS = " score_mod mask_mod tensors"
 _OF_CODES = " q_descale k_descale v_descale k_zero_point v_zero_point"
-_TORCHS = "seed offset rng_state threads engine out stream" + _OF_CODES
-_JAXS = "rng_state threads engine out stream" + _OF_CODES + _OF_EXPRESSIONS
+_TORCHS = "seed offset rng_state threads engine algorithm out stream" + _OF_CODES
+_JAXS = "rng_state threads engine algorithm out stream" + _OF_CODES + _OF_EXPRESSIONS
 _OF_TORCH = {
     "alibi_slopes": "; gets no gradient.",
     "dropout_p": "0 <= p < 1; the random numbers come from PyTorch's generator of q's device.",
@@ -468,7 +480,7 @@ FUNCTIONS = {
         _texts(_NEW_ROWS, _NEW_LENGTHS, _ROTARY, _ROTATED),
     ),
     "append_attention": Function(
-        _NEW_QUERIES + _NEW_ROWS, _APPEND_ATTENTION + _ENGINE + _RESULTS, "attention", _ROWS_TO_APPEND
+        _NEW_QUERIES + _NEW_ROWS, _APPEND_ATTENTION + _ENGINE + _ALGORITHM + _RESULTS, "attention", _ROWS_TO_APPEND
     ),
     "scores": Function(_QKV[:2], _STAGE + _OF_SCORES + _ENGINE, "attention", _texts(_STAGE)),
     "torch.attention": Function(_QKV, _less(_TORCHS, _EVERY_OPTION, _RETURN_LSE), "", _OF_TORCH),

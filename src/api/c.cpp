@@ -321,6 +321,7 @@ Options convert(const fulgur_options* given, const std::vector<TensorBinding>* t
   options.invariant = o.invariant != 0;
   options.threads = o.threads;
   if (o.engine != nullptr) options.engine = o.engine;
+  if (o.algorithm != nullptr) options.algorithm = o.algorithm;
   options.max_workspace = o.max_workspace;
   return options;
 }
@@ -397,13 +398,30 @@ const fulgur::Plan& required(const fulgur_plan* plan) {
   return plan->plan;
 }
 
-template <class Args>
-fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_plan** plan) {
+/// `planned(args, options)` makes it.
+template <class Args, class Planned>
+fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_plan** plan,
+                        const Planned& planned) {
   return guarded([&] {
     if (plan == nullptr) fail("plan", "got null, want where to put it");
     *plan = nullptr;
     const auto call = convert(args);
-    *plan = new fulgur_plan{fulgur::plan(call, convert(options, &call.tensors))};
+    *plan = new fulgur_plan{planned(call, convert(options, &call.tensors))};
+  });
+}
+
+template <class Args>
+fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_plan** plan) {
+  return make_plan(args, options, plan,
+                   [](const auto& call, const Options& o) { return fulgur::plan(call, o); });
+}
+
+template <class Args>
+fulgur_status make_plan(const char* card, const Args* args, const fulgur_options* options,
+                        fulgur_plan** plan) {
+  return make_plan(args, options, plan, [&](const auto& call, const Options& o) {
+    if (card == nullptr) fail("card", "got null, want a name, such as \"a100\"");
+    return fulgur::cuda::plan_for_card(card, call, o);
   });
 }
 
@@ -470,6 +488,16 @@ fulgur_status fulgur_plan_forward(const fulgur_forward_args* args, const fulgur_
 fulgur_status fulgur_plan_backward(const fulgur_backward_args* args, const fulgur_options* options,
                                    fulgur_plan** plan) {
   return make_plan(args, options, plan);
+}
+
+fulgur_status fulgur_plan_forward_for_card(const char* card, const fulgur_forward_args* args,
+                                           const fulgur_options* options, fulgur_plan** plan) {
+  return make_plan(card, args, options, plan);
+}
+
+fulgur_status fulgur_plan_backward_for_card(const char* card, const fulgur_backward_args* args,
+                                            const fulgur_options* options, fulgur_plan** plan) {
+  return make_plan(card, args, options, plan);
 }
 
 void fulgur_plan_free(fulgur_plan* plan) { delete plan; }

@@ -284,6 +284,7 @@ Problem make_shared(const Args& args, const Options& options) {
   p.origin = checked_origin(options.origin, p);
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
+  p.algorithm = algorithm_called(options.algorithm);
   p.max_workspace = options.max_workspace;
   if (p.max_workspace < 0) {
     fail("max_workspace", "got {} bytes, want >= 0 (0 = no bound)", p.max_workspace);
@@ -382,6 +383,9 @@ Problem make_problem(const ScoresArgs& args, const Options& options) {
   p.pass = Pass::kScores;
   if (p.dropout_p != 0) {
     fail("dropout_p", "got {}, want 0: scores are those before dropout", p.dropout_p);
+  }
+  if (p.algorithm != Algorithm::kAny) {
+    fail("algorithm", "got \"{}\", want none: scores are rows of S", name_of(p.algorithm));
   }
   if (p.has(Arg::kTreeMask)) check_tree(args.tree_mask, p);
   if (p.has(Arg::kRows)) {

@@ -1,9 +1,50 @@
 #include "call/problem.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
+#include <array>
 #include <bit>
 
 namespace fulgur {
+namespace {
+
+constexpr std::array kAlgorithms = {Algorithm::kAny, Algorithm::kStandard, Algorithm::kFa1,
+                                    Algorithm::kFa2, Algorithm::kFa3};
+
+}  // namespace
+
+const char* name_of(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kAny:
+      break;
+    case Algorithm::kStandard:
+      return "standard";
+    case Algorithm::kFa1:
+      return "fa1";
+    case Algorithm::kFa2:
+      return "fa2";
+    case Algorithm::kFa3:
+      return "fa3";
+  }
+  return "";
+}
+
+Algorithm algorithm_called(const std::string& name) {
+  for (const Algorithm algorithm : kAlgorithms) {
+    if (name == name_of(algorithm)) return algorithm;
+  }
+  fail("algorithm", "got \"{}\", want one of standard, fa1, fa2, fa3", name);
+}
+
+std::string algorithm_rejected(Algorithm asked, std::initializer_list<Algorithm> had) {
+  if (asked == Algorithm::kAny || std::ranges::find(had, asked) != had.end()) return {};
+  std::string names;
+  for (const Algorithm algorithm : had) {
+    names += fmt::format("{}{}", names.empty() ? "" : ", ", name_of(algorithm));
+  }
+  return fmt::format("computes by the algorithm {}, not by {}", names, name_of(asked));
+}
 
 double flops_per_score(const Problem& p) {
   const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
@@ -52,7 +93,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
        {&p.q_descale, &p.k_descale, &p.v_descale, &p.k_zero_point, &p.v_zero_point}) {
     add(x->dtype, x->of_rows, x->groups, x->batch, x->row, x->head, x->group);
   }
-  add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant,
+  add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant, p.algorithm,
       p.max_workspace, p.f32_key_gradients);
   const Origin& o = p.origin;
   add(o.batch, o.head, o.query, o.key, o.heads, o.queries, o.keys);

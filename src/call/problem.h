@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <string>
 
 #include "base/check.h"
 #include "base/scales.h"
@@ -14,6 +15,19 @@
 namespace fulgur {
 
 enum class Pass : uint8_t { kForward, kBackward, kScores };
+
+/// The papers' algorithms of attention. kAny: engines choose.
+enum class Algorithm : uint8_t { kAny, kStandard, kFa1, kFa2, kFa3 };
+
+/// "fa2"; empty for kAny.
+const char* name_of(Algorithm algorithm);
+
+/// The algorithm of a name that a user gave. Throws Error(kInvalidArgument).
+Algorithm algorithm_called(const std::string& name);
+
+/// Why an engine that has some of the algorithms does not compute by the one that is asked for, and
+/// by which it does; empty where it has it, or none is asked for.
+std::string algorithm_rejected(Algorithm asked, std::initializer_list<Algorithm> had);
 
 /// The dtypes of a call's operands. A gradient has that of its tensor.
 struct OperandTypes {
@@ -96,6 +110,7 @@ struct Problem {
   expression::Expressions expressions;
   Scales q_descale, k_descale, v_descale, k_zero_point, v_zero_point;
   bool deterministic = false, invariant = false;
+  Algorithm algorithm = Algorithm::kAny;
   bool f32_key_gradients = false;  ///< dk and dv are f32, whatever k and v are
   Origin origin;                   ///< of a part of a larger call, with all sizes; else all 0
   int64_t max_workspace = 0;       ///< bytes; 0: any number

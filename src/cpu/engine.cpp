@@ -473,6 +473,9 @@ class CpuEngine final : public host::HostEngine {
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
     if (p.pass == Pass::kScores) return "keeps no scores";
+    if (std::string why = algorithm_rejected(p.algorithm, {Algorithm::kFa2}); !why.empty()) {
+      return why;
+    }
     if (p.dtypes.has(DType::kF64)) return "computes no f64";
     return {};
   }

@@ -186,9 +186,9 @@ namespace {
 using Impl = DistributedPlan::Impl;
 
 /// Memory of a step; without a base it only counts.
-class StepArena {
+class StepMemory {
  public:
-  explicit StepArena(std::byte* base) : base_(base) {}
+  explicit StepMemory(std::byte* base) : base_(base) {}
   Part rows(DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
     return take(
         {nullptr, dtype, {batch, rows, heads, dim}, {rows * heads * dim, heads * dim, dim, 1}});
@@ -214,7 +214,7 @@ struct Step {
   Part dout, dlse, dq, dk, dv;       // backward; dk and dv: sums, or gradients
   Part unused_dq, part_dk, part_dv;  // of a call
 
-  Step(const Impl& plan, StepArena& arena, int64_t step) {
+  Step(const Impl& plan, StepMemory& arena, int64_t step) {
     const Problem& p = plan.problem;
     const int64_t batch = p.batch, queries = plan.queries(), keys = plan.k_rows.total();
     const int64_t hk = plan.heads(plan.me, step).count, hq = hk * p.group();
@@ -244,7 +244,7 @@ struct StepInMemory {
         arena(memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64)),
         tensors(plan, arena, step) {}
   std::unique_ptr<std::byte[]> memory;
-  StepArena arena;
+  StepMemory arena;
   Step tensors;
 };
 
@@ -564,13 +564,13 @@ class Work {
   /// Sums of dK and dV of the rows of this rank.
   void make_sums() {
     const int64_t rows = plan_.k_rows.count(plan_.me);
-    const auto lay_out = [&](StepArena arena) {
+    const auto lay_out = [&](StepMemory arena) {
       sum_dk_ = arena.rows(plan_.sum_dtype(), p_.batch, rows, p_.hk, p_.d);
       sum_dv_ = arena.rows(plan_.sum_dtype(), p_.batch, rows, p_.hk, p_.dv);
       return arena.used();
     };
-    sums_ = std::make_unique<std::byte[]>(lay_out(StepArena(nullptr)));  // zeros
-    lay_out(StepArena(sums_.get()));
+    sums_ = std::make_unique<std::byte[]>(lay_out(StepMemory(nullptr)));  // zeros
+    lay_out(StepMemory(sums_.get()));
   }
 
   void round_sums() {
@@ -719,7 +719,7 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   for (;; ++steps) {
     step_bytes = 0;
     for (int64_t step = 0; step < steps; ++step) {
-      StepArena arena(nullptr);
+      StepMemory arena(nullptr);
       Step(*this, arena, step);
       step_bytes = std::max(step_bytes, arena.used());
     }

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <span>
+#include <utility>
 
 #include "base/convert.h"
 #include "base/parallel.h"
@@ -96,7 +98,7 @@ class Work {
       const auto k = gather_keys(args_.k, p_.k, scaling_.k, b, s, kv, p_.d);
       const auto v = gather_keys(args_.v, p_.v, scaling_.v, b, s, kv, p_.dv);
       HeadExpressions expressions = expressions_of(b, h, s, {});
-      const Forward f = flash2_forward(head(b, h, s, q, k, v, &expressions), kFastMemory);
+      const Forward f = forward_of(head(b, h, s, q, k, v, &expressions));
       scatter(f.o, args_.out, p_.out, b, s.q_begin, h, p_.dv);
       if (p_.has(Arg::kLse)) scatter(f.lse, args_.lse, p_.lse, b, s.q_begin, h, 1);
     });
@@ -142,6 +144,23 @@ class Work {
   }
 
  private:
+  /// A head by the algorithm of the problem.
+  Forward forward_of(const Head& h) const {
+    if (p_.algorithm == Algorithm::kStandard) return standard_forward(h);
+    if (p_.algorithm != Algorithm::kFa1) return flash2_forward(h, kFastMemory);
+    Flash1Forward f = flash1_forward(h, kFastMemory);
+    for (int64_t i = 0; i < h.sq; ++i) f.m[i] += std::log(f.l[i]);  // LSE
+    return {std::move(f.o), std::move(f.m)};
+  }
+  Backward backward_of(const Head& h, const Forward& f, const OutputGradient& dout,
+                       const BiasGradient& dbias) const {
+    if (p_.algorithm == Algorithm::kStandard) return standard_backward(h, dout, nullptr, dbias);
+    if (p_.algorithm != Algorithm::kFa1)
+      return flash2_backward(h, f, dout, kFastMemory, nullptr, dbias);
+    const Flash1Forward left{f.o, std::vector<double>(h.sq, 1), f.lse};  // LSE = m + log(l)
+    return flash1_backward(h, left, dout, kFastMemory);
+  }
+
   /// The keys of a sequence of one head of K or V, dense.
   std::vector<double> gather_keys(const ConstTensor& t, const Layout& layout,
                                   const Scaling& scaling, int64_t b, const Sequence& s, int64_t kv,
@@ -193,8 +212,8 @@ class Work {
         const Forward f{gather(args_.out, p_.out, b, s.q_begin, s.sq, h, p_.dv),
                         gather(args_.lse, p_.lse, b, s.q_begin, s.sq, h, 1)};
         HeadExpressions expressions = expressions_of(b, h, s, of_tensors);
-        const Backward g = flash2_backward(head(b, h, s, q, k, v, &expressions), f, gradient,
-                                           kFastMemory, nullptr, bias_gradient(b, h, dbias));
+        const Backward g = backward_of(head(b, h, s, q, k, v, &expressions), f, gradient,
+                                       bias_gradient(b, h, dbias));
         scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
         if (!dsinks.empty()) dsinks[b * p_.hq + h] = g.dsink;
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
@@ -306,10 +325,13 @@ class ReferenceExecutable final : public Executable {
     const int64_t copies = p_.pass == Pass::kForward ? 1 : 2;  // of every tensor of a head
     const int64_t copied = threads * copies * rows * (p_.d + p_.dv) * 8;
     Explanation e;
-    e.decisions = {"FlashAttention-2 in double precision, one head a task",
+    const char* const algorithm = p_.algorithm == Algorithm::kStandard ? "standard attention"
+                                  : p_.algorithm == Algorithm::kFa1    ? "FlashAttention"
+                                                                       : "FlashAttention-2";
+    e.decisions = {fmt::format("{} in double precision, one head a task", algorithm),
                    fmt::format("copies heads to {} bytes of its own", copied)};
     e.Br = e.Bc = 64;
-    e.details.add("kernel", "FlashAttention-2");
+    e.details.add("kernel", algorithm);
     e.details.add("Br", e.Br);
     e.details.add("Bc", e.Bc);
     e.details.add("threads", threads);
@@ -337,7 +359,11 @@ class ReferenceEngine final : public host::HostEngine {
   std::string unavailable() const override { return {}; }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCpu) return "computes tensors on cpu";
-    return {};
+    if (p.algorithm == Algorithm::kFa1 && (p.has(Arg::kDbias) || p.expressions.wants_gradients())) {
+      return "computes gradients of a bias and of tensors of expressions by standard and fa2";
+    }
+    return algorithm_rejected(p.algorithm,
+                              {Algorithm::kStandard, Algorithm::kFa1, Algorithm::kFa2});
   }
   std::string only_by_name(const Problem& p) const override {
     return p.pass == Pass::kScores || p.dtypes.in({DType::kF64})

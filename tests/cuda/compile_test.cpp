@@ -25,6 +25,8 @@
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/tensor_shape.h"
+#include "cuda/decode/candidates.h"
+#include "cuda/decode/family.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/mma_rate.h"
@@ -32,7 +34,7 @@
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
 #include "cuda/sm90/backward_candidates.h"
-#include "cuda/sm90/decode_candidates.h"
+#include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
 #include "cuda/sm90/forward_plan.h"
 #include "engines.h"
@@ -43,6 +45,7 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace decode;
 using namespace sm90;
 
 namespace fs = std::filesystem;
@@ -675,6 +678,26 @@ TEST_F(Compile, EveryPortablePlanIsClean) {
   expect_clean(portable_kernels(all, tiles), 10);
 }
 
+TEST_F(Compile, EveryPortableDecodePlanIsClean) {
+  std::vector<Problem> all = decode_problems();
+  std::erase_if(all, [](const Problem& p) {
+    return !decode::portable_family().rejects(p).empty() || p.dtypes.q == DType::kE4M3;
+  });
+  const auto tiles = [](const Problem& problem, const Card& card) {
+    std::vector<KernelUse> kernels;
+    if (features_of(card.target).has_wgmma) return kernels;
+    for (const DecodePlan& plan : decode_plans(problem, card)) {
+      const DecodeCandidate candidate(problem, {plan, plan.cycles, {}});
+      kernels.push_back(candidate.kernels().at(0));
+      std::string why_not;
+      const auto fused = candidate.fused({.given = true, .rotates = true}, &why_not);
+      if (fused != nullptr) kernels.push_back(fused->kernels().at(0));
+    }
+    return kernels;
+  };
+  expect_clean(portable_kernels(all, tiles), 6);
+}
+
 TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
   const std::vector<Problem> all = backward_problems();
   for (const Problem& problem : all) EXPECT_EQ(backward_rejects(problem), "");
@@ -686,6 +709,36 @@ TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
     return kernels;
   };
   expect_clean(portable_kernels(all, tiles), 10, /*few_spills=*/true);
+}
+
+// Nor those of the papers' older algorithms.
+TEST_F(Compile, KernelsOfThePapersAreClean) {
+  std::vector<Problem> all;
+  for (const DType dtype : {DType::kBF16, DType::kF16}) {
+    for (const int64_t d : {40, 64, 128, 192, 256}) {
+      for (const Mask& mask : {full(), causal(), window(100, 20), chunked(64)}) {
+        for (Problem p :
+             {forward_problem({.d = d, .mask = mask}), backward_problem({.d = d, .mask = mask})}) {
+          p.dtypes = OperandTypes::all(dtype);
+          for (const Algorithm algorithm : {Algorithm::kStandard, Algorithm::kFa1}) {
+            p.algorithm = algorithm;
+            all.push_back(p);
+          }
+        }
+      }
+    }
+  }
+  const auto tiles = [](const Problem& problem, const Card& card) {
+    std::vector<std::string> rejected;
+    std::vector<KernelUse> kernels;
+    for (const auto& candidate :
+         all_candidates(problem, families_of(card.target, problem.algorithm), card, &rejected)) {
+      std::ranges::move(candidate->kernels(), std::back_inserter(kernels));
+    }
+    EXPECT_FALSE(kernels.empty());
+    return kernels;
+  };
+  expect_clean(portable_kernels(all, tiles), 6, /*few_spills=*/true);
 }
 
 // Of append, merge and the like, on every device that runs them, and as PTX.

@@ -69,6 +69,8 @@ from program import ALL, FORWARD, PEAKS, details, fails, listing, succeeds
         (["prewarm", "--hq", "0"], ["--hq", "'0'", "from 1 to"]),
         (["prewarm", "--d", "64", "0"], ["--d", "'0'", "from 1 to"]),
         (["bench", "--grid", "huge"], ["--grid", "huge"]),
+        (["bench", "--reproduce", "fa4"], ["--reproduce", "fa4"]),
+        (["bench", "--reproduce", "fa2", "--grid", "quick"], ["--reproduce", "--grid"]),
         (["check", "--dtype", "f8"], ["--dtype", "f8"]),
     ],
 )
@@ -76,6 +78,13 @@ def test_wrong_usage(folder, args, says):
     before = listing(folder)
     fails(*args, code=2, says=says, cwd=folder)
     assert listing(folder) == before
+
+
+def test_algorithms_are_refused_by_name():
+    fails("bench", "--reproduce", "fa2", says=["--reproduce: given for the CPU, want --device cuda"])
+    fails("explain", "--algorithm", "fa4", says=['algorithm: got "fa4", want one of standard, fa1, fa2, fa3'])
+    fails("explain", "--algorithm", "fa1", says=["engine cpu: computes by the algorithm fa2, not by fa1"])
+    assert "fa2" in succeeds("explain", "--algorithm", "fa2", "--json")
 
 
 def test_help_and_version():

@@ -79,8 +79,8 @@ def test_extras():
 # What calls of another library do not take: it says that itself, or has it in another way, or lacks it.
 EXPRESSIONS = {"score_mod", "mask_mod", "tensors"}
 ELSEWHERE = {
-    "torch": {"seed", "offset", "rng_state", "threads", "engine", "out", "stream"},
-    "jax": {"rng_state", "threads", "engine", "out", "stream", *EXPRESSIONS},
+    "torch": {"seed", "offset", "rng_state", "threads", "engine", "algorithm", "out", "stream"},
+    "jax": {"rng_state", "threads", "engine", "algorithm", "out", "stream", *EXPRESSIONS},
 }
 # What scales codes, which are tensors of neither: caches of codes are Quantized, which bring their scales.
 DESCALES = {"q_descale", "k_descale", "v_descale", "k_zero_point", "v_zero_point"}

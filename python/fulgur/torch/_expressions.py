@@ -94,7 +94,7 @@ def _call(op, arguments):
     }
     views["tensors"] = {name: _a.view(name, x.detach(), stream=stream) for name, x in tensors.items()}
     symbols = _e.symbols_of(views["tensors"])
-    options = {**_OPTIONS, **{x: y for x, y in given.items() if x in _OPTIONS}, "engine": ""}
+    options = {**_OPTIONS, **{x: y for x, y in given.items() if x in _OPTIONS}, "engine": "", "algorithm": ""}
     options["threads"] = torch.get_num_threads() if q.device.type == "cpu" else 0
     for name in MODS:
         if given[name]:

@@ -1,9 +1,14 @@
 #include "cuda/engine/architectures.h"
 
+#include <fmt/format.h>
+
 #include <array>
 
 #include "cuda/common/scores.h"
+#include "cuda/decode/family.h"
 #include "cuda/engine/cards.h"
+#include "cuda/papers/fa1.h"
+#include "cuda/papers/standard.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
 #include "cuda/sm90/common.h"
@@ -14,7 +19,7 @@ namespace fulgur::cuda {
 const Architecture& architecture_of(const Target& target) {
   static const std::array<const Family*, 6> kHopperFamilies = {
       &sm90::forward_family(),
-      &sm90::decode_family(),
+      &decode::hopper_family(),
       &sm90::invariant_by_rows_family(),
       &sm90::backward_family(),
       &portable::backward_family_of_expressions(),
@@ -28,10 +33,31 @@ const Architecture& architecture_of(const Target& target) {
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
   static const Architecture kHopper{kHopperFamilies, kHopperCards};
-  static const std::array<const Family*, 3> kPortableFamilies = {
-      &portable::forward_family(), &portable::backward_family(), &scores_family()};
+  static const std::array<const Family*, 4> kPortableFamilies = {
+      &portable::forward_family(), &decode::portable_family(), &portable::backward_family(),
+      &scores_family()};
   static const Architecture kPortable{kPortableFamilies, known_cards()};
   return target == sm90::kTarget ? kHopper : kPortable;
+}
+
+std::span<const Family* const> families_of(const Target& target, Algorithm algorithm) {
+  static const std::array<const Family*, 1> kStandard = {&papers::standard_family()};
+  static const std::array<const Family*, 2> kFa1 = {&papers::fa1_forward_family(),
+                                                    &papers::fa1_backward_family()};
+  switch (algorithm) {
+    case Algorithm::kStandard:
+      return kStandard;
+    case Algorithm::kFa1:
+      return kFa1;
+    case Algorithm::kFa2:
+      return architecture_of({kMinCapability, Target::Form::kPtx}).families;
+    case Algorithm::kFa3:
+      if (target != sm90::kTarget) return {};
+      break;
+    case Algorithm::kAny:
+      break;
+  }
+  return architecture_of(target).families;
 }
 
 Card card_of(const Architecture& architecture, int sms, int shared_bytes) {
@@ -45,6 +71,10 @@ Card card_of(const Architecture& architecture, int sms, int shared_bytes) {
 }
 
 std::string no_family_computes(const Problem& problem, std::span<const Family* const> families) {
+  if (families.empty()) {
+    return fmt::format("computes by the algorithm fa3 where kernels are for {}",
+                       sm90::kTarget.name());
+  }
   std::string reasons;
   for (const Family* family : families) {
     if (!family->is_for(problem)) continue;

@@ -109,12 +109,12 @@ class CardEngine final : public Engine {
   std::string unavailable() const override { return {}; }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
-    return no_family_computes(p, architecture_.families);
+    return no_family_computes(p, families_of(card_.target, p.algorithm));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
     const Card planned = as_planned(card_, architecture_);
     Reasons reasons;
-    const Candidates all = ranked(p, architecture_.families, planned, {}, &reasons);
+    const Candidates all = ranked(p, families_of(card_.target, p.algorithm), planned, {}, &reasons);
     return std::make_unique<CardExecutable>(p, card_, planned, all.at(0), std::move(reasons));
   }
   std::unique_ptr<const AppendStep> append_step(const Problem&, int) const override {

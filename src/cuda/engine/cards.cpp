@@ -112,9 +112,10 @@ Card card_of_device(Gpu& gpu) {
   }
   // The driver may not know them: the memory of an integrated GPU has no clock of its own.
   if (gpu.l2_bytes() > 0) card.l2_bytes = gpu.l2_bytes();
-  const double memory = known == nullptr || gpu.bytes_per_microsecond() > 0
-                            ? gpu.bytes_per_microsecond()
-                            : card.bytes_per_cycle * card.megahertz;
+  double memory = gpu.bytes_per_microsecond();
+  if (memory == 0) {
+    memory = known != nullptr ? card.bytes_per_cycle * card.megahertz : memory_rate(gpu);
+  }
   if (gpu.megahertz() > 0) card.megahertz = gpu.megahertz();
   if (memory > 0) card.bytes_per_cycle = memory / card.megahertz;
   card.mma_rate = known != nullptr ? known->mma_rate : mma_rate(gpu);

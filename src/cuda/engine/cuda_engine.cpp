@@ -23,7 +23,7 @@ namespace {
 /// Every tile that computes a problem, the best first.
 Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
   const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
-  return ranked(p, architecture_of(gpu.target()).families, card_of(gpu), measured, reasons);
+  return ranked(p, families_of(gpu.target(), p.algorithm), card_of(gpu), measured, reasons);
 }
 
 class CudaEngine final : public Engine {
@@ -40,7 +40,7 @@ class CudaEngine final : public Engine {
     if (p.origin != Origin{}) return "computes no part of a larger call";
     if (p.f32_key_gradients) return "computes dk and dv in the dtype of k";
     if (std::string why = codes_rejected(p); !why.empty()) return why;
-    return no_family_computes(p, families_at(p.device.index));
+    return no_family_computes(p, families_at(p.device.index, p.algorithm));
   }
   std::unique_ptr<const Executable> plan(const Problem& p, int) const override {
     Gpu& gpu = attending_gpu(p.device.index);

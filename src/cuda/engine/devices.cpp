@@ -86,10 +86,10 @@ Gpu& attending_gpu(int index) {
   return gpu;
 }
 
-std::span<const Family* const> families_at(int index) {
+std::span<const Family* const> families_at(int index, Algorithm algorithm) {
   const bool here = driver_unavailable().empty() && index >= 0 && index < gpu_count();
   const bool attends = here && does_not_attend(Gpu::at(index), index).empty();
-  return architecture_of(attends ? Gpu::at(index).target() : Target{}).families;
+  return families_of(attends ? Gpu::at(index).target() : Target{}, algorithm);
 }
 
 Card card_of(Gpu& gpu) {

@@ -30,7 +30,7 @@ Gpu& attending_gpu(int index);
 
 /// The families that a call on device `index` chooses from: those of the device where it attends,
 /// and else those for Hopper, which say why they do not compute a call.
-std::span<const Family* const> families_at(int index);
+std::span<const Family* const> families_at(int index, Algorithm algorithm);
 
 /// What planning must know of a device that attends.
 Card card_of(Gpu& gpu);

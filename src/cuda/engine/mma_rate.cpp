@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <charconv>
+#include <chrono>
 #include <cmath>
 #include <map>
 #include <mutex>
@@ -20,66 +21,107 @@ namespace {
 
 constexpr int kProductsOfChain = 64;
 constexpr double kFlopsOfProduct = 2.0 * 16 * 16 * 8;
-constexpr double kStep = 64;  // of what a device may have
-constexpr double kLeast = 128, kMost = 16384;
+constexpr double kStep = 64;                      // of what a device may have
+constexpr size_t kCopyBytes = size_t{128} << 20;  // more than an L2 cache has
+constexpr int kCopies = 4;
+constexpr double kCopyShare = 0.9;  // of the memory's bandwidth that copies reach
+
+/// A number of a device that is measured once and kept with the compiled kernels.
+struct Quantity {
+  const char* name;
+  const char* suffix;                       ///< of the file
+  double least, most;                       ///< that are possible
+  std::optional<double> (*measured)(Gpu&);  ///< none where it cannot be measured now, for example
+                                            ///< because a capture forbids it
+  bool possible(double value) const { return value >= least && value <= most; }
+};
 
 /// What a measurement holds for.
-std::string key_of(const Gpu& gpu) {
-  return fmt::format("mma.sync on {}, compute capability {}\n", gpu.name(),
+std::string key_of(const Quantity& quantity, const Gpu& gpu) {
+  return fmt::format("{} on {}, compute capability {}\n", quantity.name, gpu.name(),
                      capability_text(gpu.capability()));
 }
 
-bool possible(double rate) { return rate >= kLeast && rate <= kMost; }
-
-/// Memory of a device for one number.
-class Number {
+/// Memory of a device.
+class Memory {
  public:
-  Number() { check(driver().cuMemAlloc(&at_, sizeof(long long)), "measuring mma.sync"); }
-  ~Number() { driver().cuMemFree(at_); }
-  Number(const Number&) = delete;
-  Number& operator=(const Number&) = delete;
+  explicit Memory(size_t bytes) { check(driver().cuMemAlloc(&at_, bytes), "measuring a device"); }
+  ~Memory() { driver().cuMemFree(at_); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
 
-  long long* pointer() const { return reinterpret_cast<long long*>(at_); }
-  void set(long long value) const { copy(at_, reinterpret_cast<CUdeviceptr>(&value)); }
-  long long value() const {
-    long long value = 0;
-    copy(reinterpret_cast<CUdeviceptr>(&value), at_);
-    return value;
-  }
+  CUdeviceptr at() const { return at_; }
 
  private:
-  static void copy(CUdeviceptr to, CUdeviceptr from) {
-    check(driver().cuMemcpy(to, from, sizeof(long long)), "measuring mma.sync");
-  }
   CUdeviceptr at_ = 0;
 };
 
-/// None where it cannot be measured now, for example because a capture forbids it.
-std::optional<double> measured(Gpu& gpu) try {
+void copy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
+  check(driver().cuMemcpy(to, from, bytes), "measuring a device");
+}
+
+/// FLOP a clock and SM.
+std::optional<double> measured_products(Gpu& gpu) try {
   const CUfunction kernel = gpu.kernel(mma_rate_kernel()).function;
   const CurrentContext current(gpu.context());
   const OutsideCapture outside;
-  const Number cycles;
-  cycles.set(0);
-  const MmaRateParams params{kProductsOfChain, cycles.pointer()};
+  long long cycles = 0;
+  const auto here = reinterpret_cast<CUdeviceptr>(&cycles);
+  const Memory memory(sizeof cycles);
+  copy(memory.at(), here, sizeof cycles);
+  const MmaRateParams params{kProductsOfChain, reinterpret_cast<long long*>(memory.at())};
   launch(CU_STREAM_PER_THREAD, kernel, &params, {}, 32 * kMmaRateWarps, 0, "measuring mma.sync");
   check(driver().cuStreamSynchronize(CU_STREAM_PER_THREAD), "measuring mma.sync");
+  copy(here, memory.at(), sizeof cycles);
   const double products = double{kProductsOfChain} * kMmaRateWarps * kMmaRateChains;
-  const double rate = products * kFlopsOfProduct / static_cast<double>(cycles.value());
-  return kStep * std::round(rate / kStep);
+  return kStep * std::round(products * kFlopsOfProduct / static_cast<double>(cycles) / kStep);
+} catch (const Error&) {
+  return std::nullopt;
+}
+
+/// Bytes a microsecond.
+std::optional<double> measured_memory(Gpu& gpu) try {
+  const CurrentContext current(gpu.context());
+  const OutsideCapture outside;
+  const Memory from(kCopyBytes), to(kCopyBytes);
+  const auto copies = [&](int count) {
+    const auto start = std::chrono::steady_clock::now();
+    for (int i = 0; i < count; ++i) copy(to.at(), from.at(), kCopyBytes);
+    check(driver().cuStreamSynchronize(nullptr), "measuring a device");
+    return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start);
+  };
+  copies(1);
+  return 2.0 * kCopies * kCopyBytes / copies(kCopies).count() / kCopyShare;
 } catch (const Error&) {
   return std::nullopt;
 }
 
 std::optional<double> kept(const CacheFolder& folder, const std::string& name,
-                           const std::string& key) {
+                           const std::string& key, const Quantity& quantity) {
   std::string why;  // what cannot be read is measured anew
   const std::optional<std::string> content = folder.load(name, &why);
   if (!content || !content->starts_with(key)) return std::nullopt;
-  double rate = 0;
+  double value = 0;
   const char* const end = content->data() + content->size();
-  const auto read = std::from_chars(content->data() + key.size(), end, rate);
-  return read.ec == std::errc{} && possible(rate) ? std::optional(rate) : std::nullopt;
+  const auto read = std::from_chars(content->data() + key.size(), end, value);
+  return read.ec == std::errc{} && quantity.possible(value) ? std::optional(value) : std::nullopt;
+}
+
+/// The number of a device, or `otherwise` where it cannot be measured.
+double known(const Quantity& quantity, Gpu& gpu, double otherwise) {
+  static auto& all = *new std::map<std::string, double>;
+  static std::mutex mutex;
+  const std::string key = key_of(quantity, gpu);
+  const std::string name = Sha256().add(key).hex() + quantity.suffix;
+  const std::scoped_lock lock(mutex);
+  if (const auto found = all.find(key); found != all.end()) return found->second;
+  const CacheFolder folder = CacheFolder::standard();
+  if (const auto value = kept(folder, name, key, quantity)) return all[key] = *value;
+  const std::optional<double> value = quantity.measured(gpu);
+  if (!value) return otherwise;
+  if (!quantity.possible(*value)) return all[key] = otherwise;
+  folder.store(name, fmt::format("{}{}\n", key, *value));
+  return all[key] = *value;
 }
 
 }  // namespace
@@ -87,19 +129,13 @@ std::optional<double> kept(const CacheFolder& folder, const std::string& name,
 KernelUse mma_rate_kernel() { return {{"common/mma_rate.cu", ""}, "fulgur_mma_rate", 0}; }
 
 double mma_rate(Gpu& gpu) {
-  static auto& known = *new std::map<std::string, double>;
-  static std::mutex mutex;
-  const std::string key = key_of(gpu), name = Sha256().add(key).hex() + ".rate";
-  const std::scoped_lock lock(mutex);
-  if (const auto found = known.find(key); found != known.end()) return found->second;
-  const CacheFolder folder = CacheFolder::standard();
-  const double least = capability_row(gpu.capability()).mma_rate;
-  if (const auto rate = kept(folder, name, key)) return known[key] = *rate;
-  const std::optional<double> rate = measured(gpu);
-  if (!rate) return least;
-  if (!possible(*rate)) return known[key] = least;
-  folder.store(name, fmt::format("{}{}\n", key, *rate));
-  return known[key] = *rate;
+  static constexpr Quantity kRate{"mma.sync", ".rate", 128, 16384, measured_products};
+  return known(kRate, gpu, capability_row(gpu.capability()).mma_rate);
+}
+
+double memory_rate(Gpu& gpu) {
+  static constexpr Quantity kRate{"memory", ".bandwidth", 1e3, 1e8, measured_memory};
+  return known(kRate, gpu, 0);
 }
 
 }  // namespace fulgur::cuda

@@ -9,6 +9,10 @@ namespace fulgur::cuda {
 /// the least of its compute capability where it cannot be measured.
 double mma_rate(Gpu& gpu);
 
+/// Bytes a microsecond of memory, by copies, where the driver does not know the memory's clock.
+/// Measured and kept likewise, in some milliseconds; 0 where it cannot be measured.
+double memory_rate(Gpu& gpu);
+
 /// The kernel that is measured.
 KernelUse mma_rate_kernel();
 

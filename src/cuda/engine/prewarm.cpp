@@ -104,7 +104,7 @@ Prewarmed prewarm_like(const Problem& given, const std::string& folder, int thre
   const std::vector<Target> targets = targets_of(names);
   for (const Target& target : targets) {
     const std::string why =
-        no_family_computes(without_append(problem), architecture_of(target).families);
+        no_family_computes(without_append(problem), families_of(target, problem.algorithm));
     if (!why.empty()) throw Error(Status::kUnsupported, "engine cuda: " + why);
   }
   CubinCache cache(folder.empty() ? CacheFolder::standard() : CacheFolder(folder));

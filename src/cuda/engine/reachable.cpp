@@ -34,7 +34,7 @@ void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
 void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit) {
   const Architecture& architecture = architecture_of(target);
-  const auto families = architecture.families;
+  const auto families = families_of(target, problem.algorithm);
   for (const Card& card : architecture.cards) {
     if (!runs(card.capability, target)) continue;
     for_lengths(problem, [&](const Problem& p) {

@@ -39,6 +39,7 @@ std::string shape_class(const Problem& p) {
         std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {
     if (is) text += fmt::format(" {}", name);
   }
+  if (p.algorithm != Algorithm::kAny) text += fmt::format(" {}", name_of(p.algorithm));
   return text;
 }
 

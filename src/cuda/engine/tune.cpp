@@ -113,7 +113,7 @@ Tuned tune_call(const Args& args, const Options& options, const Run& run) {
   }
   if (problem.nothing_to_do()) fail("q", "got no row, want some: there is nothing to measure");
   Gpu& gpu = attending_gpu(problem.device.index);
-  const auto families = architecture_of(gpu.target()).families;
+  const auto families = families_of(gpu.target(), problem.algorithm);
   const Candidates all = all_candidates(problem, families, card_of(gpu), &rejected);
   Reasons reasons;
   const TileId predicted = ranked(problem, families, card_of(gpu), {}, &reasons).at(0)->tile;

@@ -13,6 +13,7 @@ struct BackwardKey : AnyBackwardKey {
   int stages = 0;                ///< buffers of Q and dO
   bool whole_columns = false;    ///< d and dv are head_dim and value_dim
   bool stores_matrices = false;  ///< P and dS are stored by matrices
+  bool whole_heads = false;      ///< a CTA has all key blocks of a kv head (FlashAttention)
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -22,6 +23,7 @@ struct BackwardKey : AnyBackwardKey {
     f("kDsStages", ds_stages());
     f("kWholeColumns", whole_columns);
     f("kStoresMatrices", stores_matrices);
+    f("kWholeHeads", whole_heads);
   }
   bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
@@ -37,11 +39,13 @@ struct BackwardKey : AnyBackwardKey {
 /// Every decision about a backward pass by portable/backward/keys.cu.
 struct BackwardPlan : BackwardKey, AnyBackwardPlan {
   int shared_bytes = 0;
-  kernels::BlockSchedule key_blocks{};  ///< a CTA for each
+  kernels::BlockSchedule key_blocks{};  ///< a CTA for each, or for all of a kv head
   bool operator==(const BackwardPlan&) const = default;
 
   TileId tile() const;
-  int64_t ctas() const { return int64_t{key_blocks.blocks} * key_blocks.batch_heads; }
+  int64_t ctas() const {
+    return int64_t{whole_heads ? 1 : key_blocks.blocks} * key_blocks.batch_heads;
+  }
 };
 
 }  // namespace fulgur::cuda::portable

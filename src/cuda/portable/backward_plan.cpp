@@ -7,7 +7,6 @@
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/portable/backward_cost.h"
-#include "cuda/portable/expression_gradients.h"
 
 namespace fulgur::cuda::portable {
 namespace {
@@ -27,9 +26,10 @@ constexpr BackwardTile kBackwardTiles[] = {
 constexpr int kMaxStages = 3;
 
 /// Bits that no order of additions changes are wanted where calls are deterministic, and where they
-/// do not depend on the batch.
-DqMethod method_of(const Problem& p) {
-  return p.deterministic || p.invariant ? DqMethod::kOrdered : DqMethod::kAtomic;
+/// do not depend on the batch. Of whole heads one CTA adds, in order.
+DqMethod method_of(const Problem& p, bool whole_heads) {
+  const bool ordered = (p.deterministic || p.invariant) && !whole_heads;
+  return ordered ? DqMethod::kOrdered : DqMethod::kAtomic;
 }
 
 /// What the problem and the card fix for every tile.
@@ -37,7 +37,8 @@ BackwardPlan plan_of(const Problem& p, const Card& card) {
   BackwardPlan plan;
   set_problem(p, plan, plan);
   plan.copies_bias.clear();  // its elements are read where they lie
-  plan.dq_method = method_of(p);
+  plan.whole_heads = p.algorithm == Algorithm::kFa1;
+  plan.dq_method = method_of(p, plan.whole_heads);
   plan.dq_parts = plan.dq_method == DqMethod::kOrdered ? 1 : 0;
   const Capability features = features_of(card.target);
   plan.dq_by_fours = features.has_red_v4;
@@ -90,14 +91,15 @@ double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
 }  // namespace
 
 TileId BackwardPlan::tile() const {
-  return {
-      dq_method == DqMethod::kOrdered ? "portable_backward_ordered" : "portable_backward_atomic",
-      block_rows, block_keys};
+  const bool ordered = dq_method == DqMethod::kOrdered;
+  return {whole_heads ? "fa1_backward"
+          : ordered   ? "portable_backward_ordered"
+                      : "portable_backward_atomic",
+          block_rows, block_keys};
 }
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
-  const bool of_tensors = p.expressions.wants_gradients();
-  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias && !of_tensors) return {};
+  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
   BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t rows = p.hq * plan.statistics_rows;
@@ -112,7 +114,6 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   };
   at.copies = {copy(shapes.q, plan.copies_q), copy(shapes.k, plan.copies_k),
                copy(shapes.v, plan.copies_v), copy(shapes.dout, plan.copies_dout)};
-  at.tensor_sums = arena.take(ExpressionGradients::bytes(p));
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
@@ -154,7 +155,7 @@ Explanation describe(const BackwardPlan& plan) {
   e.details.add("shared_bytes", plan.shared_bytes);
   e.details.add("ctas", plan.ctas());
   e.details.add("dq", ordered ? "ordered" : "atomic");
-  e.details.add("deterministic", ordered);
+  e.details.add("deterministic", ordered || plan.whole_heads);
   e.decisions.push_back(fmt::format(
       "mma.sync: key blocks of {} keys for dK and dV, steps of {} rows; d {} and dv {} as computed",
       plan.block_keys, plan.block_rows, plan.head_dim, plan.value_dim));
@@ -165,9 +166,11 @@ Explanation describe(const BackwardPlan& plan) {
                   plan.stages == 3   ? "1 barrier"
                   : plan.stages == 2 ? "2 barriers"
                                      : "3 barriers"));
-  e.decisions.push_back(fmt::format("dQ accumulated in f32, additions {}",
-                                    ordered ? "ordered by semaphores: deterministic"
-                                            : "atomic, in no fixed order: not deterministic"));
+  e.decisions.push_back(fmt::format(
+      "dQ accumulated in f32, additions {}",
+      plan.whole_heads ? "by the one CTA of a kv head, key block by key block: deterministic"
+      : ordered        ? "ordered by semaphores: deterministic"
+                       : "atomic, in no fixed order: not deterministic"));
   describe_backward(plan, plan, e);
   return e;
 }

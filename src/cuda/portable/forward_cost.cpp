@@ -8,7 +8,8 @@
 namespace fulgur::cuda::portable {
 namespace {
 
-constexpr double kL2Bytes = 40;  // of an SM, a clock
+constexpr double kL2Bytes = 40;        // of an SM, a clock
+constexpr double kMemoryShare = 0.85;  // of what the memory gives
 
 // Instructions of a score besides its product, by the compiled kernels: softmax alone, and what
 // softcap, ALiBi, a dense bias or dropout add.
@@ -62,7 +63,10 @@ double predicted_cycles(const ForwardPlan& plan, const Problem& p, const Card& c
     longest_chain =
         std::max(longest_chain, kEndCycles + std::max(tile.chain, tile.busy * warps) * count);
   }
-  return std::max(longest_chain, all * plan.work.heads / card.sms + longest_chain / 4);
+  const double keys = static_cast<double>(p.packed_k ? p.total_k : p.batch * p.sk);
+  const double reading =
+      keys * static_cast<double>(p.key_bytes()) / (kMemoryShare * card.bytes_per_cycle);
+  return std::max({longest_chain, all * plan.work.heads / card.sms + longest_chain / 4, reading});
 }
 
 }  // namespace fulgur::cuda::portable

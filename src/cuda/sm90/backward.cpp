@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "cuda/common/launch.h"
-#include "cuda/sm90/common.h"
 #include "kernels/host_device/work_tiles.h"
 
 namespace fulgur::cuda::sm90 {

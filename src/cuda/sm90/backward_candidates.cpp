@@ -6,9 +6,9 @@
 #include <limits>
 #include <utility>
 
+#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/backward_cost.h"
 #include "cuda/sm90/backward_waves.h"
-#include "cuda/sm90/tensor_map.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {

@@ -5,8 +5,8 @@
 #include <string>
 
 #include "cuda/common/host_metadata.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
-#include "cuda/sm90/tensor_map.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {

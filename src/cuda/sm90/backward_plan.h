@@ -8,7 +8,6 @@
 #include "call/problem.h"
 #include "cuda/common/backward.h"
 #include "cuda/common/family.h"
-#include "cuda/sm90/common.h"
 #include "kernels/sm90/backward/layout.h"
 
 namespace fulgur::cuda::sm90 {

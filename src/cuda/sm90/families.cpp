@@ -8,9 +8,10 @@
 #include <utility>
 
 #include "cuda/common/expression.h"
+#include "cuda/common/few_rows.h"
+#include "cuda/decode/candidates.h"
+#include "cuda/decode/family.h"
 #include "cuda/sm90/backward_candidates.h"
-#include "cuda/sm90/common.h"
-#include "cuda/sm90/decode_candidates.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {
@@ -18,16 +19,9 @@ namespace {
 /// Whether one kernel computes all sequences of a forward pass.
 bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
 
-/// Derivatives of scores are f16 here, which is enough for those of softcap alone, and the tensors
-/// of expressions get no gradients.
+/// Derivatives of scores are f16 here, which is enough for those of softcap alone.
 bool is_backward(const Problem& p) {
-  return p.pass == Pass::kBackward && !p.expressions.wants_gradients() &&
-         !DeviceExpressions(p).has_slope();
-}
-
-std::vector<Fitting<DecodePlan>> decode_candidates(const Problem& problem, const Card& card,
-                                                   std::vector<std::string>*) {
-  return {decode_candidate(problem, card)};
+  return p.pass == Pass::kBackward && !DeviceExpressions(p).has_slope();
 }
 
 Explanation described(Explanation many, const Explanation& few) {
@@ -91,11 +85,12 @@ class InvariantByRows final : public Family {
   bool is_for(const Problem& p) const override { return p.pass == Pass::kForward && takes_both(p); }
   std::string rejects(const Problem& problem) const override {
     const std::string why = forward_rejects(problem);
-    return why.empty() ? decode_rejects_few(problem) : why;
+    return why.empty() ? decode::decode_rejects_few(problem) : why;
   }
   Candidates candidates(const Problem& problem, const Card& card,
                         std::vector<std::string>* rejected) const override {
-    const auto few = std::make_shared<DecodeCandidate>(problem, decode_candidate(problem, card));
+    const auto few =
+        std::make_shared<decode::DecodeCandidate>(problem, decode::decode_candidate(problem, card));
     Candidates result;
     for (const Fitting<ForwardPlan>& tile : forward_candidates(problem, card, rejected)) {
       result.push_back(std::make_shared<ByRowsCandidate>(
@@ -110,12 +105,6 @@ class InvariantByRows final : public Family {
 const Family& forward_family() {
   static const PlannedFamily<ForwardCandidate> kFamily(takes_one, forward_rejects,
                                                        forward_candidates);
-  return kFamily;
-}
-
-const Family& decode_family() {
-  static const PlannedFamily<DecodeCandidate> kFamily(takes_one, decode_rejects, decode_candidates,
-                                                      decode_reachable);
   return kFamily;
 }
 

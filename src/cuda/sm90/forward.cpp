@@ -6,7 +6,6 @@
 #include <array>
 
 #include "cuda/common/launch.h"
-#include "cuda/sm90/common.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda::sm90 {

@@ -5,9 +5,9 @@
 
 #include "cuda/common/expression.h"
 #include "cuda/common/host_metadata.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/device/gpu.h"
 #include "cuda/sm90/forward_plan.h"
-#include "cuda/sm90/tensor_map.h"
 #include "engine/engine.h"
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/padding_params.h"

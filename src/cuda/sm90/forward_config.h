@@ -4,7 +4,7 @@
 #include <string>
 
 #include "cuda/common/family.h"
-#include "cuda/sm90/common.h"
+#include "cuda/common/kernel_key.h"
 #include "kernels/host_device/work_tiles.h"
 
 namespace fulgur::cuda::sm90 {

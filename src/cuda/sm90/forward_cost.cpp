@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "cuda/sm90/common.h"
 #include "kernels/host_device/key_walk.h"
 
 namespace fulgur::cuda::sm90 {

@@ -6,11 +6,11 @@
 #include <limits>
 #include <numeric>
 
+#include "cuda/common/few_rows.h"
 #include "cuda/common/host_metadata.h"
+#include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
-#include "cuda/sm90/common.h"
 #include "cuda/sm90/forward_cost.h"
-#include "cuda/sm90/tensor_map.h"
 #include "kernels/sm90/forward/layout.h"
 
 namespace fulgur::cuda::sm90 {
@@ -98,7 +98,7 @@ ForwardPlan::Store store_of(const Problem& p, int q_stages) {
 /// What the problem fixes for every tile.
 ForwardPlan common(const Problem& p) {
   ForwardPlan plan;
-  static_cast<AnyForwardKey&>(plan) = hopper_forward_key(p);
+  static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(p);
   plan.dropout = p.dropout_p > 0;
   plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);

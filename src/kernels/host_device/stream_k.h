@@ -1,4 +1,4 @@
-// The formulas of the schedules of the decode kernels (sm90/decode/schedule/).
+// The formulas of the schedules of the decode kernels (decode/schedule/).
 //
 // A q block is a block of rows with the keys that it sees. Stream-K lays the q blocks end to end, each as long as its
 // keys in chunks and kTileOverhead for its beginning and end, and gives every CTA a slice of equal length. A slice may
@@ -14,7 +14,7 @@ enum : int {
   kTileOverhead = 1,     // chunks that a q block counts for in addition to its keys
   kMaxSlices = 320,      // the most slices, and so the most splits of a q block
   kMinSplitChunks = 16,  // InvariantSplits: chunks of a split, at least
-  kMaxSplits = 64,       // the most splits of a q block that sm90/decode/combine.cu combines
+  kMaxSplits = 64,       // the most splits of a q block that decode/combine.cu combines
   kFillSequences = 64,   // SplitToFill: the most sequences, one or two for each lane of a warp
   // InvariantSplits of packed keys: so many keys have room for one split of each kv head. Q blocks of several splits
   // have more than twice as many keys, and so all their splits lie in the room of their own keys.

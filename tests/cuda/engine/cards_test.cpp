@@ -54,6 +54,23 @@ TEST_F(CardOfDevice, IsMeasured) {
   EXPECT_TRUE(state_->launches.empty());
 }
 
+// Where the driver does not know the clock of the memory, copies are timed, once.
+TEST_F(CardOfDevice, ItsMemoryIsMeasured) {
+  setenv("FAKE_CUDA_MMA_CYCLES", "16500", 1);
+  setenv("FAKE_CUDA_MEMORY_KHZ", "0", 1);
+  if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
+  const double bytes = card().bytes_per_cycle;
+  EXPECT_GT(bytes, 0);
+  EXPECT_NE(bytes, cuda::Card{}.bytes_per_cycle);
+  EXPECT_EQ(state_->allocated, state_->freed);
+  EXPECT_EQ(card().bytes_per_cycle, bytes);
+  int kept = 0;
+  for (const auto& f : std::filesystem::directory_iterator(cuda::CacheFolder::standard().path())) {
+    kept += f.path().extension() == ".bandwidth";
+  }
+  EXPECT_EQ(kept, 1);
+}
+
 // What another process measured is found.
 TEST_F(CardOfDevice, IsKept) {
   setenv("FAKE_CUDA_MMA_CYCLES", "16500", 1);

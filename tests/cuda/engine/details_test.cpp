@@ -68,6 +68,7 @@ class DocumentedDetails : public OnFakeGpu {
     BackwardCall call = backward_call(shape);
     call.options.score_mod = options.score_mod;
     call.options.mask_mod = options.mask_mod;
+    call.options.algorithm = options.algorithm;
     BackwardArgs& b = call.args;
     for (ConstTensor* t : {&b.dout, &b.q, &b.k, &b.v, &b.out, &b.lse}) t->device = {};
     for (Tensor* t : {&b.dq, &b.dk, &b.dv}) t->device = {};
@@ -87,7 +88,9 @@ TEST_F(DocumentedDetails, AreAll) {
   add_on_host({}, "cpu");
   add_on_host({.sq = 1, .sk = 9000}, "cpu");
   add_on_host({}, "reference",
-              {.score_mod = parse_expression("score * 2"), .mask_mod = parse_expression("q >= k")});
+              {.score_mod = parse_expression("score * 2"),
+               .mask_mod = parse_expression("q >= k"),
+               .algorithm = "standard"});
   cpu::Kernels products = {};
   products.target = "AMX";
   add(cpu::describe({}, products, forward_problem({})).details);

@@ -13,8 +13,8 @@
 #include "cuda/jit/nvrtc.h"
 #include "engines.h"
 #include "kernels/backward/params.h"
+#include "kernels/decode/params.h"
 #include "kernels/portable/forward/params.h"
-#include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"
 
 namespace fulgur::test {

@@ -92,11 +92,16 @@ class OnOtherGpu : public OnFakeGpu {
     ASSERT_EQ(state_->launches.size(), 6u);
     EXPECT_STREQ(state_->launches[0].kernel, "fulgur_append");
     EXPECT_STREQ(state_->launches[5].kernel, "fulgur_merge");
-    const AppendingCall attends({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
-    forward(attends.call.args, attends.call.options);
-    // Before them the rate of an unknown card may be measured.
+    const AppendingCall decodes({.batch = 3, .sq = 1, .sk = 500, .mask = causal()});
+    forward(decodes.call.args, decodes.call.options);
+    // Before it the rate of an unknown card may be measured.
     const auto& launches = state_->launches;
-    ASSERT_GE(launches.size(), 8u);
+    ASSERT_GE(launches.size(), 7u);
+    EXPECT_STREQ(launches.back().kernel, "fulgur_decode");
+    EXPECT_EQ(launches.back().params.size(), sizeof(DecodeAppendParams));
+    const AppendingCall attends({.batch = 3, .sq = 300, .sk = 500, .mask = causal()});
+    forward(attends.call.args, attends.call.options);
+    ASSERT_GE(launches.size(), 9u);
     EXPECT_STREQ(launches[launches.size() - 2].kernel, "fulgur_append");
     EXPECT_STREQ(launches.back().kernel, "fulgur_portable_forward");
     EXPECT_EQ(launches.back().params.size(), sizeof(PortableForwardParams));

@@ -75,7 +75,7 @@ int cuDeviceGetAttribute(int* value, int attribute, int) {
   const int capability = fulgur::test::fake_capability();
   *value = attribute == 13   ? 1755000
            : attribute == 16 ? number("FAKE_CUDA_MULTIPROCESSORS", 132)
-           : attribute == 36 ? 3125000
+           : attribute == 36 ? number("FAKE_CUDA_MEMORY_KHZ", 3125000)
            : attribute == 37 ? 6144
            : attribute == 38 ? 50 << 20
            : attribute == 75 ? capability / 10

@@ -14,9 +14,9 @@
 #include "kernels/common/mma_rate_params.h"
 #include "kernels/common/padding_params.h"
 #include "kernels/common/upload_metadata_params.h"
+#include "kernels/decode/params.h"
 #include "kernels/host_device/prefix_split.h"
 #include "kernels/portable/forward/params.h"
-#include "kernels/sm90/decode/params.h"
 #include "kernels/sm90/forward/params.h"
 
 namespace {

@@ -11,12 +11,13 @@
 #include <tuple>
 #include <utility>
 
+#include "cuda/decode/candidates.h"
+#include "cuda/decode/decode.h"
+#include "cuda/decode/family.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/reachable.h"
-#include "cuda/sm90/decode.h"
-#include "cuda/sm90/decode_candidates.h"
 #include "cuda/sm90/forward_plan.h"
 #include "forward_call.h"
 #include "kernels/host_device/stream_k.h"
@@ -24,6 +25,7 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace decode;
 using namespace sm90;
 
 using kernels::ChunkRange;
@@ -436,7 +438,7 @@ std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
   std::set<std::string> sources;
   for (const KernelUse& use :
        ranked(p, architecture_of({}).families, {}, {}, &reasons)[0]->kernels())
-    if (use.request.source.starts_with("sm90/")) sources.insert(use.request.source);
+    if (!use.request.source.starts_with("common/")) sources.insert(use.request.source);
   return {sources, decode_candidate(p, {}).plan.few_queries};
 }
 
@@ -444,12 +446,11 @@ std::pair<std::set<std::string>, int> by_rows(const test::ForwardShape& shape) {
 // have fewer.
 TEST(DecodePlan, RowsOfASequenceDecideForInvariantCalls) {
   using Kernels = std::pair<std::set<std::string>, int>;
-  const Kernels decode = {{"sm90/decode/decode_warpgroup.cu", "sm90/decode/combine.cu"}, 0};
+  const Kernels decode = {{"decode/decode_warpgroup.cu", "decode/combine.cu"}, 0};
   const Kernels forward = {{"sm90/forward/forward.cu"}, 0};
   const auto both = [](int few) {
-    return Kernels{
-        {"sm90/decode/decode_warpgroup.cu", "sm90/decode/combine.cu", "sm90/forward/forward.cu"},
-        few};
+    return Kernels{{"decode/decode_warpgroup.cu", "decode/combine.cu", "sm90/forward/forward.cu"},
+                   few};
   };
   for (const int64_t batch : {1, 64}) {
     for (const int64_t sk : {8, 100000}) {

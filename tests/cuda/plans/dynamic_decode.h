@@ -5,8 +5,9 @@
 
 #include "../gpu/device.h"
 #include "call/make_problem.h"
+#include "cuda/decode/candidates.h"
+#include "cuda/decode/family.h"
 #include "cuda/engine/devices.h"
-#include "cuda/sm90/decode_candidates.h"
 #include "cuda/sm90/families.h"
 #include "engine_memory.h"
 #include "workload.h"
@@ -27,11 +28,12 @@ inline void run_dynamic_plans(const ForwardTensors& tensors, const Options& opti
   const ForwardArgs args = memory.at(tensors);
   const Problem problem = make_problem(args, memory.options(tensors, options));
   int plans = 0;
-  for (const cuda::sm90::DecodePlan& plan : cuda::sm90::decode_plans(problem, cuda::card_of(gpu))) {
-    if (plan.schedule != cuda::sm90::DecodeSchedule::kDynamic) continue;
+  for (const cuda::decode::DecodePlan& plan :
+       cuda::decode::decode_plans(problem, cuda::card_of(gpu))) {
+    if (plan.schedule != cuda::decode::DecodeSchedule::kDynamic) continue;
     ++plans;
     const auto executable =
-        cuda::sm90::DecodeCandidate(problem, {plan, plan.cycles, {}}).executable(gpu, {});
+        cuda::decode::DecodeCandidate(problem, {plan, plan.cycles, {}}).executable(gpu, {});
     for (int run = 0; run < runs && !testing::Test::HasFatalFailure(); ++run) {
       SCOPED_TRACE(testing::Message() << plan.tile().text() << " run " << run);
       memory.send();

@@ -4,8 +4,8 @@
 
 #include <string>
 
+#include "cuda/common/tensor_map.h"
 #include "cuda/sm90/common.h"
-#include "cuda/sm90/tensor_map.h"
 
 // The device text, read by the host's compiler: the instructions in it are never emitted.
 #define __device__

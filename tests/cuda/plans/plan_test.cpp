@@ -4,12 +4,13 @@
 #include <algorithm>
 #include <set>
 
+#include "cuda/decode/candidates.h"
+#include "cuda/decode/family.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/shape_class.h"
 #include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/common.h"
-#include "cuda/sm90/decode_candidates.h"
 #include "cuda/sm90/families.h"
 #include "cuda/sm90/forward.h"
 #include "cuda/sm90/forward_cost.h"
@@ -20,6 +21,7 @@
 namespace fulgur::cuda {
 namespace {
 
+using namespace decode;
 using namespace sm90;
 
 using test::forward_problem;

@@ -4,6 +4,7 @@
 #include <set>
 
 #include "backward_call.h"
+#include "cuda/decode/candidates.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/cards.h"
 #include "cuda/engine/choose.h"
@@ -140,6 +141,33 @@ TEST(PortablePlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
     }
   }
   EXPECT_EQ(tiles.size(), 1u);
+}
+
+// A step of decoding takes the decode kernels' warp path on every card, with splits where CTAs
+// would have nothing to do, and long blocks of rows the forward kernel.
+TEST(PortablePlan, FewRowsAreDecoded) {
+  for (const Card& card : known_cards()) {
+    if (features_of(card.target).has_wgmma) continue;
+    for (const int64_t group : {1, 8, 32}) {
+      for (const int64_t batch : {1, 64}) {
+        const Problem p = forward_problem(
+            {.batch = batch, .sq = 1, .sk = 8192, .hq = 8 * group, .hk = 8, .d = 128});
+        EXPECT_EQ(tile_of(p, card).family, "portable_decode") << card.name << " group " << group;
+        const decode::DecodePlan plan = decode::decode_candidate(p, card).plan;
+        EXPECT_LE(plan.shared_bytes, card.shared_bytes);
+        EXPECT_LE(plan.residents * (plan.shared_bytes + 1024), card.sm_shared_bytes + 1024);
+        EXPECT_FALSE(plan.warpgroup_path());
+        EXPECT_GE(plan.grid, card.sms);
+      }
+    }
+    const Problem rows = forward_problem({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .d = 128});
+    EXPECT_NE(tile_of(rows, card).family, "portable_decode") << card.name;
+  }
+}
+
+TEST(PortablePlan, InvariantCallsAreNotSplit) {
+  const Problem p = forward_problem({.sq = 1, .sk = 8192, .d = 128, .invariant = true});
+  EXPECT_NE(tile_of(p, card_called("a100")).family, "portable_decode");
 }
 
 TEST(PortablePlan, SaysWhatItDoesNotCompute) {

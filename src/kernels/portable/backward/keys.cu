@@ -4,7 +4,8 @@
 // A CTA has a key block of Bc keys, whose K and V stay in shared memory and whose dK and dV stay in registers. Its
 // steps are the tiles of Br rows that see them, of which Q, dO and the statistics pass through shared memory. dQ is
 // added to dq_accum in f32, which backward/round.cu rounds; with kOrderedDq in the order of the key blocks, by a
-// semaphore of each row tile. docs/kernels/portable.md derives the tiles.
+// semaphore of each row tile. With kWholeHeads a CTA has all key blocks of a kv head, one after another, as in
+// FlashAttention (2022), algorithm 4. docs/kernels/portable.md derives the tiles.
 #include "attention/dropout.cuh"
 #include "device/score.cuh"
 #include "device/semaphore.cuh"
@@ -193,13 +194,10 @@ __device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
-    fulgur_portable_backward(const __grid_constant__ BackwardParams p) {
-  const u32 smem = u32(__cvta_generic_to_shared(raw));
-  const Keys keys = keys_of_cta(p, smem);
+// dK and dV of a key block, and what it adds to dQ.
+__device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem, const Keys& keys) {
   if (keys.first() >= key_rows(p, keys.batch)) return;
   const Part part = part_of_warp();
-  if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
   start_rows<ElementK, kBlockKeys, kHeadDim>(smem + kLayout.k, p.k, p.d, keys.batch, keys.n.k_start, keys.head,
                                              keys.first(), keys.n.sk);
   start_rows<ElementV, kBlockKeys, kValueDim>(smem + kLayout.v, p.v, p.dv, keys.batch, keys.n.k_start, keys.head,
@@ -282,4 +280,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   }
   store_gradients<ElementK, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
   store_gradients<ElementV, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    fulgur_portable_backward(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
+  if constexpr (kWholeHeads != 0) {
+    const int heads = p.hq / p.group;
+    Keys keys = {0, int(blockIdx.x) % heads, int(blockIdx.x) / heads};
+    keys.n = lengths_of(p, keys.batch);
+#pragma unroll 1
+    for (; keys.block < p.key_blocks.blocks; ++keys.block) {
+      compute_block(p, smem, keys);
+      async_copy_wait<0>();  // of a block that no row sees, K and V are still on their way
+      __syncthreads();
+    }
+  } else {
+    compute_block(p, smem, keys_of_cta(p, smem));
+  }
 }

@@ -16,7 +16,7 @@
 //                   of 16 bytes, strides and base included
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kTree, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks, kPacked,
 //   kPackedK, kPage, kPageLists, kBatchIdx, kLeftPad, kSeqUsedQ, kSeqUsedK, kDropout, kHasLse, kFewQueries
-//                   as in sm90/forward/params.h and sm90/decode/params.h
+//                   as in sm90/forward/params.h and decode/params.h
 //
 // A launch is a CTA of 128 * kStrips / kWarpStrips threads for each q tile (host_device/work_tiles.h).
 #pragma once

@@ -17,7 +17,7 @@
 //   kHasRight       1: window_right does (causal: window_right = 0)
 //   kHasChunk       1: a row sees its chunk's keys alone; needs both bounds
 //   kTopLeft        1: the first row is on the diagonal of the first key, not the last one on that of the last
-//   kTree           0; 1 where a tree mask hides some of the last keys (sm90/decode/params.h)
+//   kTree           0; 1 where a tree mask hides some of the last keys (decode/params.h)
 //   kScoreMode      0: scores are scale * q.k, scale > 0, folded into the exponent
 //                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
 //   kSoftcap        1: softcap * tanh(score / softcap); needs kScoreMode 1
@@ -29,7 +29,7 @@
 //   kPackedK        1: k and v, too, cu_seqlens_k
 //   kPage           keys of a page; 0: k and v have no pages
 //   kPageLists      1: the pages of all sequences are one list; 0: a row of a table each
-//   kBatchIdx, kLeftPad    0; 1 where cache_batch_idx, leftpad_k say where keys lie (sm90/decode/params.h)
+//   kBatchIdx, kLeftPad    0; 1 where cache_batch_idx, leftpad_k say where keys lie (decode/params.h)
 //   kBoxKeys        keys of a box of a key tile: of one page
 //   kSeqUsedQ       1: seqused_q[batch] bounds the queries
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys

@@ -1,0 +1,57 @@
+#include "cuda/common/tensor_map.h"
+
+#include <array>
+
+#include "cuda/driver/driver.h"
+
+namespace fulgur::cuda {
+namespace {
+
+constexpr int64_t kPanelBytes = 128;               // of a row, as the swizzle wants it
+constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
+
+auto type_of(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kE4M3:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    case DType::kF32:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
+    case DType::kF16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    default:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  }
+}
+
+}  // namespace
+
+void encode(const TensorShape& shape, void* data, TensorMapBlob* map, Promotion promotion) {
+  std::array<unsigned long long, 4> dims{1, 1, 1, 1};
+  std::array<unsigned long long, 3> byte_strides{kUnusedStride, kUnusedStride, kUnusedStride};
+  if (shape.empty()) {
+    data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) / kCopyAlignment *
+                                   kCopyAlignment);
+  } else {
+    dims[0] = static_cast<unsigned long long>(shape.dim);
+    const auto dimensions = outer_dimensions(shape);
+    for (size_t i = 0; i < dimensions.size(); ++i) {
+      const Dimension& d = dimensions[i];
+      dims[i + 1] = static_cast<unsigned long long>(d.extent);
+      if (d.extent == 1) continue;
+      byte_strides[i] = static_cast<unsigned long long>(d.stride * size_of(shape.dtype));
+    }
+  }
+  const auto columns = static_cast<unsigned>(kPanelBytes / size_of(shape.dtype));
+  const std::array<unsigned, 4> box{columns, static_cast<unsigned>(shape.box_rows), 1, 1};
+  const std::array<unsigned, 4> every{1, 1, 1, 1};
+  check(driver().cuTensorMapEncodeTiled(
+            map, type_of(shape.dtype), 4, data, dims.data(), byte_strides.data(), box.data(),
+            every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            promotion == Promotion::k128Bytes ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+                                              : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+        "cuTensorMapEncodeTiled");
+}
+
+}  // namespace fulgur::cuda

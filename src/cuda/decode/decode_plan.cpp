@@ -1,0 +1,382 @@
+#include "cuda/decode/decode_plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "call/append_then_attend.h"
+#include "cuda/common/call_kernel.h"
+#include "cuda/common/few_rows.h"
+#include "cuda/common/host_metadata.h"
+#include "cuda/common/tensor_map.h"
+#include "cuda/device/launch_memory.h"
+#include "kernels/decode/layout.h"
+#include "kernels/host_device/stream_k.h"
+
+namespace fulgur::cuda::decode {
+namespace {
+
+constexpr int64_t kLaneBytes = 16;  // that a lane copies at once
+/// Rows that a group of lanes of a CTA may write one after the other before it attends:
+/// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
+constexpr int64_t kMaxAppendRounds = 8;
+
+int64_t lane_elements(DType dtype) { return kLaneBytes * block_of(dtype) / size_of(dtype); }
+
+/// Why k and v of these dtypes are not computed; empty when they are.
+std::string keys_rejected(const Problem& p) {
+  const OperandTypes& types = p.dtypes;
+  if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
+  if (types.q != DType::kBF16 && types.q != DType::kF16) return "computes q of bf16 and f16";
+  for (const auto& [name, dtype, scales, dim] :
+       {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
+    if (!is_low_bit(dtype)) {
+      if (dtype == types.q) continue;
+      return fmt::format("computes k and v of codes or of the dtype of q, got {} of {}", name,
+                         name_of(dtype));
+    }
+    const int chunk = kernels::chunk_columns(element_of(dtype));
+    if (scales.groups > 1 && dim / scales.groups % chunk != 0) {
+      return fmt::format("computes groups of multiples of {} columns of {}, got {} of {}", chunk,
+                         name_of(dtype), dim / scales.groups, name);
+    }
+  }
+  if (p.invariant) return "computes low-bit k and v without `invariant`";
+  return {};
+}
+
+/// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
+std::string not_whole(const Layout& strides, DType dtype) {
+  for (const auto& [name, stride] :
+       {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
+        std::pair{"heads", strides.head}}) {
+    if (stride % lane_elements(dtype) != 0) {
+      return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
+                         name, lane_elements(dtype));
+    }
+  }
+  return strides.aligned ? "" : "has data at no multiple of 16 bytes";
+}
+
+/// For how many splits there is room in the workspace.
+int64_t room_for_splits(const Problem& p, const DecodePlan& plan) {
+  if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
+  return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) * p.hk;
+}
+
+/// The schedule of `q_blocks`, in words.
+std::string how_q_blocks_are_scheduled(const DecodePlan& plan, int64_t q_blocks) {
+  switch (plan.schedule) {
+    case DecodeSchedule::kSplitToFill:
+      return fmt::format(
+          "each CTA computes about one split of a q block, and {} combines them",
+          plan.has_combine_kernel() ? "another kernel" : "the last CTA at a q block");
+    case DecodeSchedule::kInvariantSplits:
+      if (plan.max_splits == 1) return "no q block is split (`invariant`)";
+      return fmt::format(
+          "a q block has up to {} splits, as its own keys say (`invariant`), and "
+          "another kernel combines them",
+          plan.max_splits);
+    case DecodeSchedule::kDynamic:
+      return "CTAs request q blocks one after another, the longest first; those longer than what "
+             "a CTA has in all are split";
+    case DecodeSchedule::kStreamK:
+    case DecodeSchedule::kStreamKOrRoundRobin:
+      break;
+  }
+  return fmt::format(
+      "each CTA takes an equal slice (stream-K), and the last CTA at a q block "
+      "combines its splits, up to {} in all{}",
+      q_blocks + plan.grid - 1,
+      plan.schedule == DecodeSchedule::kStreamKOrRoundRobin
+          ? "; or whole q blocks, where the lengths make that as even"
+          : "");
+}
+
+/// The schedule, as `details` names it.
+const char* name_of(DecodeSchedule schedule) {
+  switch (schedule) {
+    case DecodeSchedule::kSplitToFill:
+      return "split_per_cta";
+    case DecodeSchedule::kInvariantSplits:
+      return "invariant_splits";
+    case DecodeSchedule::kDynamic:
+      return "dynamic";
+    case DecodeSchedule::kStreamK:
+    case DecodeSchedule::kStreamKOrRoundRobin:
+      break;
+  }
+  return "stream_k";
+}
+
+}  // namespace
+
+int64_t rows_of_kv_head(const Problem& p) {
+  return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
+}
+
+kernels::DecodeTile decode_tile(const DecodeKey& key) {
+  const auto with_zero_points = [](int scales, bool zero_point) {
+    return zero_point ? 2 * scales : scales;
+  };
+  const OperandTypes& stored = key.stored;
+  return {
+      operands_of(key),
+      {element_of(stored.q), element_of(stored.k), element_of(stored.v), element_of(stored.out)},
+      with_zero_points(key.k_scales, key.k_zero_point) +
+          with_zero_points(key.v_scales, key.v_zero_point),
+      key.head_dim,
+      key.value_dim,
+      key.warps_per_group,
+      key.warp_groups,
+      key.tile_rows,
+      key.block_keys,
+      key.k_stages,
+      key.v_stages};
+}
+
+ForwardShapes decode_shapes(const Problem& p, int box_keys) {
+  ForwardShapes shapes = forward_shapes(p, box_keys);
+  for (TensorShape* shape : {&shapes.k, &shapes.v}) {
+    const int64_t block = block_of(shape->dtype);
+    if (block == 1) continue;
+    shape->dtype = DType::kInt8;
+    shape->dim /= block;
+    for (int64_t* stride : {&shape->strides.batch, &shape->strides.row, &shape->strides.head})
+      *stride /= block;
+  }
+  return shapes;
+}
+
+DecodePlan decode_common(const Problem& p, const Card& card) {
+  DecodePlan plan;
+  static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(p);
+  plan.card = card;
+  plan.stored = p.dtypes;
+  const auto in_chunks = [](int dim, DType dtype) {
+    const int chunk = kernels::chunk_columns(element_of(dtype));
+    return is_low_bit(dtype) ? ceil_div(dim, chunk) * chunk : dim;
+  };
+  plan.head_dim = in_chunks(plan.head_dim, p.dtypes.k);
+  plan.value_dim = in_chunks(plan.value_dim, p.dtypes.v);
+  plan.k_zero_point = p.has(Arg::kKZeroPoint);
+  plan.v_zero_point = p.has(Arg::kVZeroPoint);
+  // Those of sequences and kv heads are read once a work tile, but beside zero points.
+  const auto scales_of_key = [](const Scales& scales, bool zero_point) {
+    return scales.of_rows || zero_point ? static_cast<int>(scales.groups) : 0;
+  };
+  plan.k_scales = scales_of_key(p.k_descale, plan.k_zero_point);
+  plan.v_scales = scales_of_key(p.v_descale, plan.v_zero_point);
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
+  plan.group = static_cast<int>(p.group());
+  const auto whole = [](int64_t dim, const Layout& strides, DType dtype) {
+    return dim % lane_elements(dtype) == 0 && not_whole(strides, dtype).empty();
+  };
+  plan.q_whole = whole(p.d, p.q, p.dtypes.q);
+  plan.o_whole = whole(p.dv, p.out, p.dtypes.out);
+  plan.copies_k = not_whole(p.k, p.dtypes.k);
+  plan.copies_v = not_whole(p.v, p.dtypes.v);
+  return plan;
+}
+
+std::string DecodeKey::schedule_type() const {
+  switch (schedule) {
+    case DecodeSchedule::kSplitToFill:
+      return fmt::format("SplitToFill<{}>", lane_sequences);
+    case DecodeSchedule::kInvariantSplits:
+      return "InvariantSplits";
+    case DecodeSchedule::kDynamic:
+      return "Dynamic";
+    case DecodeSchedule::kStreamKOrRoundRobin:
+      return "StreamKOrRoundRobin";
+    case DecodeSchedule::kStreamK:
+      break;
+  }
+  return "StreamK";
+}
+
+int DecodePlan::threads() const { return 32 * kernels::decode_warps(decode_tile(*this)); }
+
+int DecodePlan::split_floats() const { return split_rows * kernels::partial_row_floats(value_dim); }
+
+bool DecodePlan::warpgroup_path() const { return kernels::is_warpgroup_path(decode_tile(*this)); }
+
+bool DecodePlan::has_combine_kernel() const {
+  return schedule == DecodeSchedule::kInvariantSplits ||
+         (schedule == DecodeSchedule::kSplitToFill && warpgroup_path());
+}
+
+bool DecodePlan::counts_splits() const {
+  return schedule == DecodeSchedule::kSplitToFill || schedule == DecodeSchedule::kInvariantSplits;
+}
+
+int DecodePlan::combine_warps() const {
+  return schedule == DecodeSchedule::kSplitToFill
+             ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
+             : split_rows;
+}
+
+DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
+  if (p.total_q == 0) return {};
+  int64_t floats = 0;  // of partial results
+  if (!plan.counts_splits())
+    floats = int64_t{2} * plan.grid * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
+  else if (plan.max_splits > 1)
+    floats = room_for_splits(p, plan) * plan.split_floats();
+  const ForwardShapes maps = decode_shapes(p, plan.block_keys);
+  DecodeWorkspace at;
+  Arena arena(LaunchMemory::kZeroed);
+  const auto copy = [&](const TensorShape& shape, const std::string& why) {
+    return arena.take(why.empty() ? 0 : copied_bytes(shape));
+  };
+  at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
+  at.rotated = arena.take(rotated_bytes(p));
+  at.partial = arena.take(floats * int64_t{sizeof(float)});
+  at.metadata = arena.take(host_metadata_bytes(p));
+  at.end = arena.end();
+  return at;
+}
+
+std::string decode_rejects(const Problem& p) {
+  const std::string why = decode_rejects_few(p);
+  if (!why.empty() || !rows_decide(p) || p.sq <= few_queries(p)) return why;
+  return fmt::format(
+      "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
+      "{} heads",
+      kFewRows, p.sq, p.group());
+}
+
+std::string decode_rejects_few(const Problem& p) {
+  if (std::string why = keys_rejected(p); !why.empty()) return why;
+  if (p.expressions.given()) return "computes no score_mod and no mask_mod";
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
+  }
+  if (p.dropout_p > 0) return "computes without dropout";
+  // Other rows are copied where no other kernel can take the call.
+  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
+  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;
+  for (const auto& [name, strides, dtype] :
+       {std::tuple{"k", &p.k, p.dtypes.k}, std::tuple{"v", &p.v, p.dtypes.v}}) {
+    if (const std::string why = not_whole(*strides, dtype); !why.empty() && others_take) {
+      return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
+                         why);
+    }
+  }
+  const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
+  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMaxRows) {
+    return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
+                       total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
+  }
+  if (std::max({p.cache.entries, p.cache.ids, p.cache.page}) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
+                       p.cache.entries, p.cache.page, p.cache.ids);
+  }
+  // The kernels number the chunks of all q blocks with ints, of blocks as small as they may be.
+  const int64_t min_rows = p.invariant ? kFewRows : 16;
+  // Doubles, as with no rows of q there may be any number of its heads.
+  const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
+  const double q_blocks =
+      static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
+  const double chunks = q_blocks * (kernels::kTileOverhead + ceil_div(p.sk, kernels::kChunkKeys));
+  if (chunks > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", min_rows,
+                       int{kernels::kChunkKeys}, chunks);
+  }
+  return {};
+}
+
+std::string not_fused(const Problem& p, const DecodePlan& plan) {
+  if (p.batch == 0 || p.total_q == 0) return "there are no queries";
+  if (p.append.host_numbers > 0) {
+    return "its lengths lie in the host's memory, from where a launch brings them first";
+  }
+  if (plan.has_codes()) return "its caches hold codes, which the kernel of append makes";
+  if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
+  if (plan.schedule == DecodeSchedule::kDynamic) {
+    return "its CTAs request q blocks from a dynamic scheduler, and must know before which rows "
+           "they write";
+  }
+  if (!plan.warpgroup_path() && plan.transforms_scores && plan.has_left) {
+    return "the warp path has no registers for it with a softcap or ALiBi and a window";
+  }
+  const int64_t q_blocks = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t work_tiles = plan.schedule == DecodeSchedule::kSplitToFill
+                                 ? 1
+                                 : ceil_div(q_blocks * plan.max_splits, plan.grid) + 1;
+  const int64_t new_rows = 2 * ceil_div(p.append.tokens, p.batch);  // of K and V
+  const int64_t queries = std::min<int64_t>(rows_of_kv_head(p), plan.block_rows());
+  const int64_t rows = work_tiles * (new_rows + (p.append.rotates ? queries : 0));
+  const int64_t lanes =
+      std::max(ceil_div(p.d, lane_elements(p.dtypes.k)), ceil_div(p.dv, lane_elements(p.dtypes.v)));
+  const int groups = plan.threads() >> lanes_log2(lanes);
+  const int64_t rounds = ceil_div(rows, groups);
+  if (rounds <= kMaxAppendRounds) return {};
+  return fmt::format(
+      "a CTA would write {} rows before it attends, {} at a time, in {} rounds, which up "
+      "to {} take less than a launch",
+      rows, groups, rounds, kMaxAppendRounds);
+}
+
+DecodePlan fused_plan(const Problem& p, DecodePlan plan) {
+  plan.appends = true;
+  plan.rotates_q = p.append.rotates;
+  plan.unread_rows =
+      plan.has_left || plan.has_chunk || plan.packed || plan.seqused_q || plan.leftpad;
+  return plan;
+}
+
+Explanation describe(const DecodePlan& plan, const Problem& p) {
+  const int64_t q_blocks = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const double microseconds = plan.card.launch_microseconds + plan.cycles / plan.card.megahertz;
+  Explanation e;
+  e.Br = plan.block_rows();
+  e.Bc = plan.block_keys;
+  const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("warp_groups", plan.warp_groups);
+  e.details.add("warps_per_group", plan.warps_per_group);
+  e.details.add("k_stages", plan.k_stages);
+  e.details.add("v_stages", plan.v_stages);
+  e.details.add("tma", plan.box_keys > 0);
+  e.details.add("shared_bytes", plan.shared_bytes);
+  e.details.add("ctas", plan.grid);
+  e.details.add("q_blocks", q_blocks);
+  e.details.add("schedule", name_of(plan.schedule));
+  e.details.add("splits", plan.max_splits);
+  e.details.add("combine_kernel", plan.has_combine_kernel());
+  e.details.add("estimate_us", microseconds);
+  e.details.add("bound", plan.memory_binds ? "memory" : "products");
+  say(
+      fmt::format("K and V read for few rows: {} rows of a kv head (Br), {} warp groups of "
+                  "{} warps take {} keys (Bc) at a time, d {} and dv {} as computed",
+                  plan.block_rows(), plan.warp_groups, plan.warps_per_group, plan.block_keys,
+                  plan.head_dim, plan.value_dim));
+  say(fmt::format("{} buffers of K and {} of V for each, {}: {} bytes of shared memory",
+                  plan.k_stages, plan.v_stages,
+                  plan.box_keys > 0
+                      ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
+                      : "whose rows cp.async copies",
+                  plan.shared_bytes));
+  say(fmt::format("{} CTAs compute {} q blocks, of the lengths that the call has when it runs: {}",
+                  plan.grid, q_blocks, how_q_blocks_are_scheduled(plan, q_blocks)));
+  say(fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}", microseconds,
+                  plan.card.name, p.sk,
+                  plan.memory_binds ? "reading K and V binds" : "the products bind"));
+  describe_copies({{"k", plan.copies_k}, {"v", plan.copies_v}}, e);
+  if (plan.appends) {
+    e.details.add("append", "by_attention_kernel");
+    say(fmt::format(
+        "new rows of k and v, {} in all, go to their caches by the CTAs that read them{}",
+        p.append.tokens, plan.rotates_q ? ", keys and queries rotated" : ""));
+  }
+  if (plan.page > 0) {
+    say(fmt::format("keys lie in pages of {}, which {} names", plan.page,
+                    plan.page_lists ? "page_indptr" : "page_table"));
+  }
+  return e;
+}
+
+}  // namespace fulgur::cuda::decode

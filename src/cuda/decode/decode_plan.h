@@ -1,0 +1,156 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call/problem.h"
+#include "cuda/common/family.h"
+#include "cuda/common/few_rows.h"
+#include "cuda/common/tensor_shape.h"
+#include "kernels/decode/layout.h"
+
+namespace fulgur::cuda::decode {
+
+/// Which CTA computes which keys: the types in src/kernels/decode/schedule/, which say how.
+enum class DecodeSchedule {
+  kStreamK,              ///< equal slices of all q blocks laid end to end
+  kStreamKOrRoundRobin,  ///< whole q blocks in turn where lengths make that as even as slices
+  kDynamic,              ///< q blocks by the dynamic scheduler, the longest first
+  kSplitToFill,          ///< few q blocks in about as many splits as there are CTAs
+  kInvariantSplits,      ///< splits that depend on nothing but the q block's own keys
+};
+
+/// What kernel_config.h fixes at compile time.
+struct DecodeKey : AnyForwardKey {
+  OperandTypes stored;             ///< in memory, where k and v may have codes
+  int k_scales = 0, v_scales = 0;  ///< of the codes of a key; 0: those of its sequence and kv head
+  bool k_zero_point = false, v_zero_point = false;
+  int warps_per_group = 0;         ///< of 16 rows each
+  int warp_groups = 0;             ///< of a CTA, with tiles of their own
+  int block_keys = 0;              ///< Bc
+  int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
+  int box_keys = 0;                ///< keys that TMA brings at once; 0: lanes copy rows
+  int residents = 0;               ///< CTAs of an SM
+  int tile_rows = 0;               ///< rows of a block that a kv head may have
+  int group = 0;                   ///< hq / hk
+  DecodeSchedule schedule = DecodeSchedule::kStreamK;
+  int lane_sequences = 1;  ///< kSplitToFill: sequences that each lane of a warp knows
+  int combine_eights = 1;  ///< times eight columns that a warp of combine.cu takes of fragments
+  bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
+  bool whole_columns = false;             ///< d and dv are computed as they are
+  bool appends = false;                   ///< new rows of K and V, before it attends
+  bool rotates_q = false;                 ///< and rotates q with them
+  bool unread_rows = false;               ///< perhaps no CTA reads all of them
+
+  /// The type of the schedule, as device text names it.
+  std::string schedule_type() const;
+
+  template <class F>
+  void for_each_field(const F& f) const {
+    AnyForwardKey::for_each_field(f);
+    f("kStoredQ", stored.q);
+    f("kStoredK", stored.k);
+    f("kStoredV", stored.v);
+    f("kKScales", k_scales);
+    f("kVScales", v_scales);
+    f("kKZeroPoint", k_zero_point);
+    f("kVZeroPoint", v_zero_point);
+    f("kWarpsPerGroup", warps_per_group);
+    f("kWarpGroups", warp_groups);
+    f("kBlockKeys", block_keys);
+    f("kKStages", k_stages);
+    f("kVStages", v_stages);
+    f("kBoxKeys", box_keys);
+    f("kResidents", residents);
+    f("kTileRows", tile_rows);
+    f("kGroup", group);
+    f("FULGUR_SCHEDULE", schedule_type());
+    f("kCombineEights", combine_eights);
+    f("kQWhole", q_whole);
+    f("kOWhole", o_whole);
+    f("kWholeColumns", whole_columns);
+    f("kAppends", appends);
+    f("kRotatesQ", rotates_q);
+    f("kUnreadRows", unread_rows);
+  }
+  bool operator==(const DecodeKey& o) const { return kernel_config(*this) == kernel_config(o); }
+
+  /// Whether it takes k or v of codes, which decode_warp.cu does.
+  bool has_codes() const { return is_low_bit(stored.k) || is_low_bit(stored.v); }
+  /// Whether it sees to rows of q that belong to no sequence.
+  bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
+};
+
+/// Every decision about a forward pass by the kernels of decode/.
+struct DecodePlan : DecodeKey {
+  Card card;  ///< that it is for
+  int shared_bytes = 0;
+  int grid = 0;                        ///< CTAs
+  int max_splits = 1, split_rows = 0;  ///< of a q block
+  double cycles = 0;                   ///< predicted, of an SM, where all sequences have sk keys
+  double expected_cycles = 0;          ///< the same where their lengths may differ
+  bool memory_binds = true;            ///< by that prediction, or else the products bind
+  /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
+  std::string copies_k, copies_v;
+  bool operator==(const DecodePlan&) const = default;
+
+  TileId tile() const {
+    return {has_wgmma() ? "sm90_decode" : "portable_decode", block_rows(), block_keys};
+  }
+  /// Whether the card has the warpgroup path.
+  bool has_wgmma() const { return features_of(card.target).has_wgmma; }
+  int block_rows() const { return 16 * warps_per_group; }  ///< Br
+  /// Whether it is decode_warpgroup.cu's (wgmma, TMA); else decode_warp.cu's (mma.sync, cp.async).
+  bool warpgroup_path() const;
+  int threads() const;
+  bool copies() const { return !(copies_k + copies_v).empty(); }
+  int split_floats() const;
+  /// Whether decode/combine.cu combines the splits of q blocks, not the last CTA at each.
+  bool has_combine_kernel() const;
+  /// Whether splits are counted before they are computed: no slices or requests say where they are.
+  bool counts_splits() const;
+  /// How many warps of decode/combine.cu a q block takes.
+  int combine_warps() const;
+  /// Counters that are zero between launches.
+  int counters() const { return 4 * grid + 1; }
+};
+
+/// Rows of a kv head of the longest sequence that the decode kernels compute of a problem.
+int64_t rows_of_kv_head(const Problem& problem);
+
+/// What shared memory holds for a kernel.
+kernels::DecodeTile decode_tile(const DecodeKey& key);
+
+/// K and V as loads and copies see them, where two codes of 4 bits are a byte, which is an element.
+ForwardShapes decode_shapes(const Problem& problem, int box_keys);
+
+/// What a problem and a card fix of every plan.
+DecodePlan decode_common(const Problem& problem, const Card& card);
+
+/// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
+/// launched.
+struct DecodeWorkspace {
+  std::array<int64_t, 2> copies{};  ///< of k and v
+  int64_t rotated = 0;              ///< q
+  int64_t partial = 0;              ///< partial results of splits
+  int64_t metadata = 0, end = 0;    ///< host metadata
+};
+DecodeWorkspace workspace_of(const Problem& problem, const DecodePlan& plan);
+
+/// Why the decode kernels (docs/kernels/decode.md) do not compute a forward problem, and what they
+/// do compute; empty when they do.
+std::string decode_rejects(const Problem& problem);
+/// The same of its part of a problem that takes_both.
+std::string decode_rejects_few(const Problem& problem);
+
+/// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
+std::string not_fused(const Problem& problem, const DecodePlan& plan);
+/// The plan that does.
+DecodePlan fused_plan(const Problem& problem, DecodePlan plan);
+
+/// The plan of a problem in sentences and as data.
+Explanation describe(const DecodePlan& plan, const Problem& problem);
+
+}  // namespace fulgur::cuda::decode

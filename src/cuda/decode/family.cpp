@@ -1,0 +1,46 @@
+#include "cuda/decode/family.h"
+
+#include "cuda/common/few_rows.h"
+#include "cuda/decode/candidates.h"
+
+namespace fulgur::cuda::decode {
+namespace {
+
+bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
+
+bool is_forward(const Problem& p) { return p.pass == Pass::kForward; }
+
+/// Codes are Hopper's.
+std::string portable_rejects(const Problem& p) {
+  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  return p.invariant ? "splits keys, which `invariant` forbids here" : decode_rejects(p);
+}
+
+std::vector<Fitting<DecodePlan>> candidates(const Problem& problem, const Card& card,
+                                            std::vector<std::string>*) {
+  return {decode_candidate(problem, card)};
+}
+
+/// As if the card had the warp path alone.
+std::vector<Fitting<DecodePlan>> portable_candidates(const Problem& problem, const Card& card,
+                                                     std::vector<std::string>*) {
+  Card portable = card;
+  if (features_of(card.target).has_wgmma) portable.target.form = Target::Form::kCubin;
+  return {decode_candidate(problem, portable)};
+}
+
+}  // namespace
+
+const Family& hopper_family() {
+  static const PlannedFamily<DecodeCandidate> kFamily(takes_one, decode_rejects, candidates,
+                                                      decode_reachable);
+  return kFamily;
+}
+
+const Family& portable_family() {
+  static const PlannedFamily<DecodeCandidate> kFamily(is_forward, portable_rejects,
+                                                      portable_candidates, decode_reachable);
+  return kFamily;
+}
+
+}  // namespace fulgur::cuda::decode

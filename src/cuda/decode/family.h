@@ -1,0 +1,16 @@
+#pragma once
+
+#include "cuda/common/planned_family.h"
+#include "cuda/decode/decode.h"
+
+namespace fulgur::cuda::decode {
+
+using DecodeCandidate = PlannedCandidate<DecodePlan, DecodeExecutable, decode_kernels>;
+
+/// The kernels of decode/ on Hopper.
+const Family& hopper_family();
+
+/// Its warp path on every GPU. Invariant calls are the forward kernel's, which splits no keys.
+const Family& portable_family();
+
+}  // namespace fulgur::cuda::decode

@@ -1,0 +1,166 @@
+#include "cuda/papers/fa1.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/planned_family.h"
+#include "cuda/common/tensor_shape.h"
+#include "cuda/device/launch_memory.h"
+#include "cuda/papers/plain_call.h"
+#include "cuda/portable/backward.h"
+#include "cuda/portable/forward_config.h"
+#include "kernels/papers/fa1_params.h"
+
+namespace fulgur::cuda::papers {
+namespace {
+
+constexpr int kReservedBytes = 1024;  // of shared memory, for the system, of each CTA
+constexpr int kMaxResidents = 2;
+
+struct Fa1Plan : portable::ForwardKey {
+  int shared_bytes = 0;
+  int row_tiles = 0;    ///< of the longest sequence
+  int slice_tiles = 0;  ///< of a CTA
+  int64_t heads = 0;    ///< of all sequences
+
+  TileId tile() const { return {"fa1_forward", kernels::kStripRows, block_keys}; }
+  int threads() const { return 128; }
+  int slices() const { return ceil_div(row_tiles, slice_tiles); }
+  int64_t ctas() const { return row_tiles == 0 ? 0 : heads * slices(); }
+};
+
+KernelUse fa1_kernel(const Fa1Plan& plan) {
+  return {{"papers/fa1_forward.cu", kernel_config(plan)}, "fulgur_fa1_forward", plan.shared_bytes};
+}
+
+std::vector<KernelUse> fa1_kernels(const Fa1Plan& plan) { return {fa1_kernel(plan)}; }
+
+struct Fa1Workspace {
+  int64_t o = 0, statistics = 0, end = 0;
+};
+Fa1Workspace workspace_of(const Problem&, const Fa1Plan& plan) {
+  const int64_t rows = plan.heads * plan.row_tiles * kernels::kStripRows;
+  Fa1Workspace at;
+  Arena arena;
+  at.o = arena.take(rows * plan.value_dim * int64_t{sizeof(float)});
+  at.statistics = arena.take(rows * 2 * int64_t{sizeof(float)});
+  at.end = arena.end();
+  return at;
+}
+
+Explanation describe(const Fa1Plan& plan) {
+  Explanation e;
+  e.Br = kernels::kStripRows;
+  e.Bc = plan.block_keys;
+  describe_tile(plan.tile(), plan, e.details);
+  e.details.add("shared_bytes", plan.shared_bytes);
+  e.details.add("ctas", plan.ctas());
+  e.decisions.push_back(
+      fmt::format("FlashAttention (algorithm 2): {} keys in the outer loop, {} rows in the inner "
+                  "one; O, l and m "
+                  "make a round trip to memory for each",
+                  plan.block_keys, int{kernels::kStripRows}));
+  e.decisions.push_back(
+      fmt::format("a CTA for {} row blocks of a head, {} in all", plan.slice_tiles, plan.ctas()));
+  return e;
+}
+
+class Fa1Executable final : public Executable {
+ public:
+  Fa1Executable(const Problem& p, Gpu& gpu, const Fa1Plan& plan, Reasons reasons)
+      : gpu_(gpu), plan_(plan), reasons_(std::move(reasons)), at_(workspace_of(p, plan)) {
+    static_cast<CallParams&>(params_) = call_params(p, band_of(plan_, p.mask));
+    params_.q = {nullptr, p.q.batch, p.q.row, p.q.head};
+    params_.k = {nullptr, p.k.batch, p.k.row, p.k.head};
+    params_.v = {nullptr, p.v.batch, p.v.row, p.v.head};
+    params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
+    params_.lse_batch_stride = p.lse.batch;
+    params_.lse_head_stride = p.lse.head;
+    params_.row_tiles = plan.row_tiles;
+    params_.slice_tiles = plan.slice_tiles;
+    if (plan.ctas() == 0) return;
+    params_.slices = plan.slices();
+    kernel_ = gpu.kernel(fa1_kernel(plan)).function;
+  }
+
+  void run(const Call& call, const Run& run) const override {
+    if (plan_.ctas() == 0) return;
+    const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
+    const CurrentContext current(gpu_.context());
+    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
+    Fa1Params p = params_;
+    p.q.data = aligned_data("q", args.q, false);
+    p.k.data = aligned_data("k", args.k, args.k.numel() == 0);
+    p.v.data = aligned_data("v", args.v, args.v.numel() == 0);
+    p.o.data = aligned_data("out", args.out, false);
+    p.lse = static_cast<float*>(args.lse.data);
+    p.o_rows = reinterpret_cast<float*>(lease.data + at_.o);
+    p.statistics = reinterpret_cast<float*>(lease.data + at_.statistics);
+    launch(static_cast<CUstream>(run.stream), kernel_, &p, {static_cast<int>(plan_.ctas())},
+           plan_.threads(), plan_.shared_bytes, "launching the kernel of FlashAttention");
+  }
+
+  Explanation explain() const override { return with_reasons(describe(plan_), reasons_); }
+
+  WorkspaceNeed workspace() const override {
+    if (at_.end == 0) return {};
+    return {at_.end, kWorkspaceAlignment, 0};
+  }
+
+ private:
+  Gpu& gpu_;
+  Fa1Plan plan_;
+  Reasons reasons_;
+  Fa1Workspace at_;
+  Fa1Params params_{};
+  CUfunction kernel_ = nullptr;
+};
+
+using Fa1Candidate = PlannedCandidate<Fa1Plan, Fa1Executable, fa1_kernels>;
+
+std::string fa1_rejects(const Problem& p) { return plain_call_rejects(p, kMaxDim); }
+
+/// Keys of a block: S of a row block stays in registers with O.
+int block_keys_of(int dim) { return dim <= 64 ? 128 : dim <= 128 ? 64 : 32; }
+
+std::vector<Fitting<Fa1Plan>> fa1_plans(const Problem& p, const Card& card,
+                                        std::vector<std::string>*) {
+  Fa1Plan plan;
+  static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
+  plan.strips = plan.warp_strips = plan.stages = 1;
+  plan.block_keys = block_keys_of(std::max(plan.head_dim, plan.value_dim));
+  plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
+  const kernels::PortableForwardLayout layout =
+      kernels::portable_forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, 1,
+                                        plan.block_keys, 1, /*q_in_registers=*/false});
+  plan.shared_bytes = kernels::fa1_shared_bytes(layout);
+  plan.residents =
+      std::clamp(card.sm_shared_bytes / (plan.shared_bytes + kReservedBytes), 1, kMaxResidents);
+  plan.heads = p.batch * p.hq;
+  plan.row_tiles = ceil_div(p.sq, kernels::kStripRows);
+  // Slices of a head that give each SM its CTAs.
+  const int64_t slices =
+      p.invariant ? 1 : ceil_div(card.sms * plan.residents, std::max<int64_t>(plan.heads, 1));
+  plan.slice_tiles = std::max(ceil_div(plan.row_tiles, slices), 1);
+  return {{plan}};
+}
+
+}  // namespace
+
+const Family& fa1_forward_family() {
+  static const PlannedFamily<Fa1Candidate> kFamily(
+      [](const Problem& p) { return p.pass == Pass::kForward; }, fa1_rejects, fa1_plans);
+  return kFamily;
+}
+
+const Family& fa1_backward_family() {
+  static const PlannedFamily<portable::BackwardCandidate> kFamily(
+      [](const Problem& p) { return p.pass == Pass::kBackward; }, fa1_rejects,
+      portable::backward_candidates);
+  return kFamily;
+}
+
+}  // namespace fulgur::cuda::papers

@@ -1,0 +1,21 @@
+// Combines the splits of q blocks that decode/decode_warpgroup.cu leaves (Schedule::kCombineKernel): O and LSE, in
+// the order of the keys. A warp takes some rows of a q block, or some of its columns.
+#include "decode/combine.cuh"
+#include "decode/fragments.cuh"
+
+extern "C" __global__ void __launch_bounds__(32 * kCombineWarps)
+    fulgur_decode_combine(const __grid_constant__ PlanParams p) {
+  WorkTile tile = {};
+  tile.batch = blockIdx.x / p.hk;
+  tile.head = blockIdx.x % p.hk;
+  const int splits = Schedule::find_splits(p, tile);
+  const int warp = blockIdx.y * kCombineWarps + threadIdx.x / 32;
+  if constexpr (Schedule::kFragments) {
+    constexpr int kOfRows = (kValueDim / 8 + kCombineEights - 1) / kCombineEights;  // warps of 16 rows
+    const int warp_of_group = warp / kOfRows;
+    if (warp_of_group * kWarpRows < rows_of_tile(p, tile).count)
+      combine_fragments(p, tile, splits, warp_of_group, warp % kOfRows * kCombineEights);
+  } else if (splits > 1) {
+    combine_rows<1, 16>(p, tile, {0, 1, splits}, true, warp, gridDim.y * kCombineWarps);
+  }
+}

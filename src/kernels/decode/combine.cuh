@@ -1,0 +1,194 @@
+// Combines the splits of a q block from their partial results, by rows: in the last CTA at the q block, or in
+// decode/combine.cu.
+#pragma once
+#include "decode/output.cuh"
+
+// The most splits, and rows of splits, that one CTA combines: more would take it too long.
+enum : int { kMaxSplitsAtOnce = 64, kMaxSplitRows = 512 };
+
+// How many of `count` splits are a group: groups are combined by several CTAs, and then their results.
+__device__ __forceinline__ int splits_per_group(int count) { return count <= 24 ? 4 : count <= 80 ? 8 : 16; }
+
+// `count` splits of a q block, `step` apart.
+struct SplitRange {
+  int first, step, count;
+};
+
+// Combines splits in the order of their keys: as the result where they are the `whole` q block, else in place of the
+// first of them. Each of `warps` warps takes kRows rows and kAtOnce splits at a time, so that all of its loads are on
+// their way together: a lane has the weight of one split of one row, and four columns of all.
+template <int kRows, int kAtOnce>
+__device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTile& tile, const SplitRange& splits,
+                                             bool whole, int warp, int warps) {
+  constexpr int kRow = partial_row_floats(kValueDim);
+  constexpr int kLanes = 32 / kRows;  // of a row
+  const TileRows in_tile = rows_of_tile(p, tile);
+  const int lane = threadIdx.x % 32;
+  const auto row_of_split = [&](int i, int row) {
+    return Schedule::partial_of(p, tile, splits.first + i * splits.step) + row * kRow;
+  };
+#pragma unroll 1
+  for (int row = warp * kRows; row < in_tile.count; row += warps * kRows)
+#pragma unroll 1
+    for (int column = 4 * lane; column - 4 * lane < kValueDim; column += 128) {
+      float4 x[kRows];
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) x[i] = {0, 0, 0, 0};
+      const int row_of_lane = row + lane / kLanes;
+      float shift = infinity();
+      float sum = 0;
+#pragma unroll 1
+      for (int first = 0; first < splits.count; first += kAtOnce) {
+        const int split_of_lane = lane % kLanes < kAtOnce ? first + lane % kLanes : splits.count;
+        float2 of_lane = {infinity(), 0};
+        if (split_of_lane < splits.count && row_of_lane < in_tile.count)
+          of_lane = load_global_fresh2(row_of_split(split_of_lane, row_of_lane) + kValueDim);
+        float4 y[kRows][kAtOnce];
+#pragma unroll
+        for (int i = 0; i < kRows; ++i)
+#pragma unroll
+          for (int split = 0; split < kAtOnce; ++split) {
+            y[i][split] = {0, 0, 0, 0};
+            if (first + split < splits.count && row + i < in_tile.count && column < kValueDim)
+              y[i][split] = load_global_fresh4(row_of_split(first + split, row + i) + column);
+          }
+        float next = of_lane.x;
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) next = fminf(next, __shfl_xor_sync(0xffffffff, next, step));
+        next = fminf(next, shift);
+        const float before = factor_of(shift, next);
+        const float weight = factor_of(of_lane.x, next);
+        float more = weight * of_lane.y;
+#pragma unroll
+        for (int step = 1; step < kLanes; step *= 2) more += __shfl_xor_sync(0xffffffff, more, step);
+        sum = sum * before + more;
+        shift = next;
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+          float4 sum_of_row = {0, 0, 0, 0};
+          add_scaled(sum_of_row, x[i], __shfl_sync(0xffffffff, before, i * kLanes));
+#pragma unroll
+          for (int split = 0; split < kAtOnce; ++split)
+            add_scaled(sum_of_row, y[i][split], __shfl_sync(0xffffffff, weight, i * kLanes + split));
+          x[i] = sum_of_row;
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) {
+        const float sum_of_row = __shfl_sync(0xffffffff, sum, i * kLanes);
+        const float shift_of_row = __shfl_sync(0xffffffff, shift, i * kLanes);
+        if (row + i >= in_tile.count || column >= kValueDim) continue;
+        if (whole)
+          store_columns(p, row_of_tile<ElementO>(p, p.o, tile, in_tile.first + row + i), column, x[i],
+                        normalizer(p.sinks, head_of_row(tile, in_tile.first + row + i), sum_of_row, shift_of_row));
+        else
+          *reinterpret_cast<float4*>(row_of_split(0, row + i) + column) = x[i];
+      }
+      // After the last columns, as the statistics of the first split may lie where these go.
+      if (column - 4 * lane + 128 >= kValueDim && lane % kLanes == 0 && row_of_lane < in_tile.count) {
+        if (whole)
+          store_lse(p, tile, in_tile.first + row_of_lane, shift, sum);
+        else
+          store_stats(row_of_split(0, row_of_lane), shift, sum);
+      }
+    }
+}
+
+__device__ __forceinline__ void combine_splits(const DecodeParams& p, const WorkTile& tile, const SplitRange& splits,
+                                               bool whole) {
+  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : kTree ? 12 : 16;        // as many splits as registers hold
+  constexpr int kRowsOfTwo = kValueDim <= 128 || !kHasSinks || !kHasLse ? 8 : 4;
+  const int warp = threadIdx.x / 32;
+  if constexpr (!kWarpgroupPath)
+    combine_rows<kWarpsPerGroup, kWarpsPerGroup == 1 ? kOfOneRow : 8>(p, tile, splits, whole, warp, kComputeWarps);
+  else if (splits.count <= 2)
+    combine_rows<kRowsOfTwo, 2>(p, tile, splits, whole, warp, kComputeWarps);
+  else
+    combine_rows<4, 4>(p, tile, splits, whole, warp, kComputeWarps);
+}
+
+// Whether this CTA is the last of `count` that come here, after all that it has written.
+__device__ __forceinline__ bool is_last(int* ticket, int count) {
+  int* const flag = reinterpret_cast<int*>(raw + kLayout.scan);
+  sync_compute_warps();
+  if (threadIdx.x == 0) *flag = take_ticket(ticket, count - 1) == count - 1;
+  sync_compute_warps();
+  return *flag;
+}
+
+// As take_ticket, of what does not count by ones.
+__device__ __forceinline__ u32 add_to_ticket(int* ticket, u32 x) {
+  u32 before;
+  asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(x) : "memory");
+  return before;
+}
+
+// The q blocks of more than kFewSplits splits, which CTAs combine together after their last work tile (kCombinesAtEnd):
+// these began first, and until then no loads wait for that. CTAs share the rows of each q block, and wait for nobody:
+// where splits are missing, the CTA that brings the last one combines these rows, too. The ticket of a q block counts
+// the splits that are there, and has a bit for each end part, which is some of the rows, whose CTA came.
+template <class S>
+class CombineAtEnd {
+ public:
+  // By the warps that compute, after the last work tile of the CTA.
+  static __device__ __forceinline__ void run(const DecodeParams& p) {
+#pragma unroll 1
+    for (int at = blockIdx.x; at < S::combined_at_end(p) * kParts; at += gridDim.x) {
+      const int part = at % kParts;
+      const WorkTile tile = S::q_block_at_end(p, at / kParts);
+      const u32 before = arrive(p, tile, kPartBit << part);
+      if (int(before % kPartBit) == tile.splits) combine_part(p, tile, part);
+    }
+  }
+
+  // Ends a split of such a q block.
+  static __device__ __forceinline__ void end_split(const DecodeParams& p, const WorkTile& tile) {
+    const u32 before = arrive(p, tile, 1);
+    if (int(before % kPartBit) + 1 < tile.splits) return;
+#pragma unroll 1
+    for (int part = 0; part < kParts; ++part)
+      if (before & kPartBit << part) combine_part(p, tile, part);
+  }
+
+ private:
+  enum : int { kParts = kBlockRows / kComputeWarps };  // of the rows of a q block: each warp has one row
+  static constexpr u32 kPartBit = 1 << 16;             // of the first part, in a ticket
+  static_assert(!S::kCombinesAtEnd || kParts <= 16);
+
+  // Adds to the ticket of a q block, after all that the CTA has written: what the ticket was, for all threads. The
+  // last split or end part leaves a zero.
+  static __device__ __forceinline__ u32 arrive(const DecodeParams& p, const WorkTile& tile, u32 x) {
+    int* const ticket = p.tickets + tile.first_partial;
+    u32* const seen = reinterpret_cast<u32*>(raw + kLayout.scan);
+    sync_compute_warps();
+    if (threadIdx.x == 0) {
+      *seen = add_to_ticket(ticket, x);
+      if (*seen + x == tile.splits + kPartBit * ((1u << kParts) - 1)) *ticket = 0;
+    }
+    sync_compute_warps();
+    return *seen;
+  }
+
+  static __device__ __forceinline__ void combine_part(const DecodeParams& p, const WorkTile& tile, int part) {
+    combine_rows<1, 16>(p, tile, {0, 1, tile.splits}, true, part * kComputeWarps + int(threadIdx.x / 32),
+                        kParts * kComputeWarps);
+  }
+};
+
+// Ends a split of a q block: the CTA that comes last combines all of them; where they are many, first each group of
+// them.
+template <class S>
+__device__ __forceinline__ void end_split(const DecodeParams& p, const WorkTile& tile) {
+  if constexpr (S::kCombinesAtEnd)
+    if (tile.splits > kFewSplits) return CombineAtEnd<S>::end_split(p, tile);
+  SplitRange splits = {0, 1, tile.splits};
+  if (tile.splits > kMaxSplitsAtOnce || tile.splits * rows_of_tile(p, tile).count > kMaxSplitRows) {
+    const int each = splits_per_group(tile.splits);
+    const int first = tile.split / each * each;
+    const SplitRange group = {first, 1, min(tile.splits - first, each)};
+    if (!is_last(p.tickets + 2 * gridDim.x + S::slot_of(p, tile, first), group.count)) return;
+    combine_splits(p, tile, group, false);
+    splits = {0, each, (tile.splits + each - 1) / each};
+  }
+  if (is_last(p.tickets + tile.first_partial, splits.count)) combine_splits(p, tile, splits, true);
+}

@@ -1,0 +1,256 @@
+// Attention forward where K and V are read from memory for few rows of Q, or from a cache: O = softmax(scale Q K^T) V
+// and LSE, exact, fp32 accumulation. The warpgroup path: blocks of 64 or 128 rows of a kv head, by wgmma and TMA.
+//
+// Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. The schedule
+// (decode/schedule/) says which work tiles a CTA computes. Its warp groups, of one or two warpgroups, take the
+// tiles of a work tile in turn, each with a state of the online softmax of its own. Four warps do nothing but load,
+// over the ends of work tiles, so that memory never waits for products, barriers and combines. docs/kernels/decode.md
+// derives this; decode/decode_warp.cu is the path of fewer rows.
+#include "decode/append.cuh"
+#include "decode/combine.cuh"
+#include "decode/fragments.cuh"
+#include "decode/scores.cuh"
+#include "decode/warpgroup_loads.cuh"
+#include "sm90/ptx/descriptor.cuh"
+
+static_assert(kWarpgroupPath);
+
+enum : int {
+  kQPanelBytes = kBlockRows * kPanelRowBytes,
+  kAlternates = kWarpsPerGroup == 8,  // a warp group is two warpgroups
+  // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
+  kMovesRegisters = kCtaWarps == 12,
+  kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
+  kComputeRegisters = (504 - kLoadRegisters) / 2,
+};
+
+// Q of the work tiles that have keys, one after another. Warps that load bring it, but for the first one.
+class Queries {
+ public:
+  __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& first, bool more)
+      : buffer_(u32(__cvta_generic_to_shared(raw)), 0), is_there_(more && first.has_keys()) {
+    if (is_there_) copy_query<kComputeThreads>(p, first, threadIdx.x);
+    async_copy_commit();
+    // It is requested before K and V, after which it would come late.
+    named_barrier_arrive(kFirstQuery, kCtaThreads);
+    async_copy_wait<0>();
+    sync_compute_warps();
+  }
+  __device__ __forceinline__ void begin_work_tile() {
+    if (!is_there_) {
+      buffer_.wait_full();
+      buffer_.advance();
+    }
+    is_there_ = false;
+    fence_async_proxy();
+  }
+  // The warp groups have read it.
+  __device__ __forceinline__ void release() const { mbarrier_arrive_if(buffer_.empty(), threadIdx.x % 32 == 0); }
+
+ private:
+  QueryBuffer buffer_;
+  bool is_there_;
+};
+
+// K and V of the tiles of a warp group, which other warps load.
+class Tiles {
+ public:
+  __device__ __forceinline__ explicit Tiles(u32 buffers) : keys_(buffers, 0), values_(buffers, 0) {}
+
+  __device__ __forceinline__ u32 keys() const {
+    keys_.wait_full();
+    if (kBoxKeys == 0) fence_async_proxy();
+    return keys_.address();
+  }
+  __device__ __forceinline__ void release_keys() { keys_.release(threadIdx.x % 32 == 0); }
+  __device__ __forceinline__ u32 values() const {
+    values_.wait_full();
+    if (kBoxKeys == 0) fence_async_proxy();
+    return values_.address();
+  }
+  __device__ __forceinline__ void release_values() { values_.release(threadIdx.x % 32 == 0); }
+
+ private:
+  KBuffers keys_;
+  VBuffers values_;
+};
+
+// S = Q K^T, issued.
+__device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
+  const u32 Q = uniform_descriptor(q, 0);
+  const u32 K = uniform_descriptor(k, 0);
+#pragma unroll
+  for (int step = 0; step < kHeadDim / ElementK::kStep; ++step) {
+    const int inside = step % kPanelSteps * kStepBytes;
+    Wgmma<kBlockKeys, ElementK::kType>::multiply<kAlongK, kAlongK>(
+        S, Q + ((step / kPanelSteps * kQPanelBytes + inside) >> 4),
+        K + ((step / kPanelSteps * kPanelBytes + inside) >> 4), step != 0);
+  }
+  wgmma_commit();
+}
+
+// O += P V, issued.
+__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+  const u32 V = uniform_descriptor(v, kPanelBytes);
+#pragma unroll
+  for (int step = 0; step < kBlockKeys / ElementV::kStep; ++step)
+    Wgmma<kValueDim, ElementV::kType>::multiply<kAcrossK>(O, P + 4 * step,
+                                                          V + (step * ElementV::kStep * kPanelRowBytes >> 4), 1);
+  wgmma_commit();
+}
+
+// The products of a warpgroup over the tiles of a work tile: O += P V of a tile goes with S = Q K^T of the next one.
+// The two warpgroups of a warp group alternate, so that one multiplies while the other one is at its softmax.
+class Products {
+ public:
+  __device__ __forceinline__ Products(const Tiles& tiles, int warpgroup) : tiles_(tiles), warpgroup_(warpgroup) {
+    if (warpgroup_ == 1) pass();
+  }
+
+  // S of the next tile, which is the `first` one of the work tile or not; then O takes the tile before.
+  __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
+                                         u32 (&P)[kBlockKeys / 4], u32 q) {
+    const u32 k = tiles_.keys();
+    const u32 v = first ? 0 : tiles_.values();
+    if (kAlternates) named_barrier_sync(kAlternate + warpgroup_, 256);
+    register_fence(O);
+    register_fence(P);
+    wgmma_fence();
+    issue_scores(S, q, k);
+    if (!first) issue_values(O, P, v);
+    if (kAlternates) pass();
+    wgmma_wait<0>();
+    register_fence(S);
+    register_fence(O);
+    tiles_.release_keys();
+    if (!first) tiles_.release_values();
+  }
+  // V of that tile.
+  __device__ __forceinline__ u32 v() const { return tiles_.values(); }
+  // O takes the last tile.
+  __device__ __forceinline__ void finish(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4]) {
+    const u32 v = tiles_.values();
+    register_fence(O);
+    register_fence(P);
+    wgmma_fence();
+    issue_values(O, P, v);
+    wgmma_wait<0>();
+    register_fence(O);
+    tiles_.release_values();
+  }
+
+ private:
+  __device__ __forceinline__ void pass() const { named_barrier_arrive(kAlternate + 1 - warpgroup_, 256); }
+
+  Tiles tiles_;
+  int warpgroup_;
+};
+
+// Computes the work tiles of the CTA, if there are `more`.
+__device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, bool more, Queries& queries,
+                                        const Tiles& tiles) {
+  const int warp = uniform(threadIdx.x / 32);
+  const int warp_group = warp / kWarpsPerGroup;
+  const int warp_of_group = warp % kWarpsPerGroup;
+  const auto sync = [&] {
+    fence_async_proxy();
+    sync_warp_group(warp_group);
+  };
+  Products products(tiles, warp_of_group / 4);
+  const float c = score_factor(p);
+  const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q + warp_of_group / 4 * 64 * 128;
+  const SavedWorkTiles saved(warp);
+#pragma unroll 1
+  while (more) {
+    const WorkTile& tile = work_tiles.tile;
+    saved.save(work_tiles);
+    if (tile.has_keys()) queries.begin_work_tile();
+    const TileMask mask(p, tile, warp_of_group);
+    float O[kValueDim / 2];
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
+    Rows rows = rows_without_keys();
+    u32 P[kBlockKeys / 4];
+    const auto take_tile = [&](bool first, int key_tile) __attribute__((always_inline)) {
+      float S[kBlockKeys / 2];
+      products.scores(first, S, O, P, q);
+      const bool masked = mask.cuts(key_tile);
+      adjust_scores(p, S, mask.rows, key_tile, masked);
+      softmax_step<false>(S, P, O, rows, c);
+      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, key_tile, products.v(), saved, sync);
+    };
+    int key_tile = tile.begin + warp_group;
+    if (key_tile < tile.end) {
+      take_tile(true, key_tile);
+#pragma unroll 1
+      for (key_tile += kWarpGroups; key_tile < tile.end; key_tile += kWarpGroups) take_tile(false, key_tile);
+      queries.release();
+      products.finish(O, P);
+    } else if (tile.has_keys()) {
+      queries.release();
+    }
+    work_tiles = saved.load();
+    rows.sum[0] = quad_sum(rows.sum[0]);
+    rows.sum[1] = quad_sum(rows.sum[1]);
+    if constexpr (Schedule::kFragments)
+      store_fragments(p, tile, rows, O);
+    else if constexpr (kWarpGroups > 1)
+      combine_warp_groups(p, tile, rows, O);
+    else
+      store_warp_group(p, tile, rows, O);
+    if constexpr (!Schedule::kCombineKernel)
+      if (tile.splits > 1) end_split<Schedule>(p, tile);
+    more = work_tiles.next(p);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
+    fulgur_decode(const __grid_constant__ PlanParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (threadIdx.x == 0) {
+#pragma unroll
+    for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group) {
+      const u32 buffers = smem + warp_group * kLayout.group_bytes;
+      KBuffers::init(buffers, kFills, kWarpsPerGroup);
+      VBuffers::init(buffers, kFills, kWarpsPerGroup);
+      mbarrier_init(buffers + kLayout.v_tail, 1);
+    }
+    QueryBuffer::init(smem, 32 * kQueryWarps, kComputeWarps);
+    fence_mbarrier_init();
+  }
+  if (kBoxKeys > 0 && threadIdx.x == 32 * kComputeWarps) {
+    tma_prefetch_map(&p.k_map);
+    tma_prefetch_map(&p.v_map);
+  }
+  WorkTiles work_tiles;
+  bool more = true;
+  if (!work_tiles.first(p)) {
+    if (!Schedule::kCombinesAtEnd && !kUnreadRows) return;
+    more = false;
+  }
+  const int warp = uniform(threadIdx.x / 32);
+  const auto buffers_of = [&](int warp_group) {
+    return smem + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);
+  };
+  if (warp >= kComputeWarps) {
+    if (kMovesRegisters) registers_drop<kLoadRegisters>();
+    const int warp_group = (warp - kComputeWarps) / kTileWarps;
+    const int tile_warp = (warp - kComputeWarps) % kTileWarps;
+    const TileWalk tiles(p, work_tiles, more, warp_group);
+    named_barrier_sync(kFirstQuery, kCtaThreads);
+    if (kBoxKeys == 0)
+      load_by_lanes(p, LaneLoader<kTileWarps>(p, tiles, tile_warp), buffers_of(warp_group));
+    else if (tile_warp == 0)
+      load_keys_by_boxes(p, BoxLoader<kKPanels>(p, tiles), buffers_of(warp_group));
+    else if (tile_warp == 1)
+      load_values_by_boxes(p, BoxLoader<kVPanels>(p, tiles), buffers_of(warp_group));
+    else
+      load_queries(p, tiles, threadIdx.x % 64);
+    return;
+  }
+  if (kMovesRegisters) registers_raise<kComputeRegisters>();
+  if (kAppends) append_rows(p, work_tiles, more);
+  Queries queries(p, work_tiles.tile, more);
+  compute(p, work_tiles, more, queries, Tiles(buffers_of(warp / kWarpsPerGroup)));
+  if constexpr (Schedule::kCombinesAtEnd) CombineAtEnd<Schedule>::run(p);
+}

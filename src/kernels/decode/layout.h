@@ -1,0 +1,105 @@
+// Sizes and the map of shared memory of the decode kernels.
+#pragma once
+#include "host_device/element.h"
+
+namespace fulgur::kernels {
+
+enum : int {
+  kWarpRows = 16,
+  kWarpgroupWarps = 4,      // warps of a warp group from which on it is one warpgroup or two (the warpgroup path)
+  kLoadWarps = 4,           // of a CTA of the warpgroup path
+  kCombineWarps = 8,        // of a CTA of decode/combine.cu
+  kDynamicSlots = 4,        // splits by the dynamic scheduler that warps of a CTA may be at, at a time
+  kDynamicSequences = 256,  // the most that the dynamic scheduler ranks
+};
+
+// What the map depends on: constants of kernel_config.h.
+struct DecodeTile {
+  Operands types, stored;
+  int scales;  // numbers beside the codes of a key that a tile has with it
+  int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
+};
+
+// Whether warp groups are of warpgroups.
+FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) { return tile.warps_per_group >= kWarpgroupWarps; }
+
+// Bytes of a row of a panel of K or V. Narrow rows of codes lie side by side in 128 bytes.
+FULGUR_SHARED int panel_row_bytes(Element stored, int dim) {
+  const int bytes = dim * bits_of(stored) / 8;
+  return !is_code(stored) || bytes > 64 ? int(kPanelRowBytes) : bytes > 32 ? 64 : 32;
+}
+FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys) {
+  return panels_of(stored, dim) * panel_row_bytes(stored, dim) * keys;
+}
+
+// Warps of a CTA.
+FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
+  return tile.warp_groups * tile.warps_per_group + (is_warpgroup_path(tile) ? int(kLoadWarps) : 0);
+}
+
+// Columns of O that warp groups combine at a time, and floats from one row of them to the next: a quarter of a warp
+// has rows in different banks.
+FULGUR_SHARED int exchange_columns(const DecodeTile& tile) {
+  const int of_block = (tile.value_dim > 128 ? 64 : 32) / (is_warpgroup_path(tile) ? 2 : 1);
+  return of_block * kWarpRows * tile.warps_per_group / tile.tile_rows;
+}
+FULGUR_SHARED int exchange_stride(const DecodeTile& tile) { return exchange_columns(tile) + 8; }
+
+// Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
+struct DecodeLayout {
+  int k_bytes, v_bytes;                  // of a stage
+  int k, v;                              // [stage], of a warp group
+  int scales, scale_bytes;               // [stage], likewise; bytes of a stage
+  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path
+  int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
+  int group_bytes;                       // from one warp group's buffers to the next one's
+  int q;                                 // [panel][row][64 columns], swizzled
+  int q_full, q_empty;                   // barriers of Q of warpgroups
+  int exchange;                          // [warp group][row][exchange_stride]: columns of O
+  int stats;                             // [warp group][row]{shift, sum}, then {factor, sum}
+  int totals;                            // [row]{shift, sum}
+  int q_factors;                         // [row]: what Q was divided by, beside codes
+  int work_tiles;                        // 16 ints a warp: WorkTiles
+  int schedule;                          // 16 ints: what a schedule has for the whole CTA
+  int slots;                             // Dynamic: [slot]{16 bytes}: splits, then [2][slot]: barriers
+  int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
+  int scan;                              // two ints a warp: sums over sequences, and the longest q block; later a flag
+  int bytes;
+};
+
+FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
+  const int rows = kWarpRows * tile.warps_per_group;
+  DecodeLayout map = {};
+  map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys);
+  map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys);
+  map.k = 0;
+  map.v = tile.k_stages * map.k_bytes;
+  map.scales = map.v + tile.v_stages * map.v_bytes;
+  map.scale_bytes = tile.scales * tile.block_keys * 4;
+  map.k_full = map.scales + tile.k_stages * map.scale_bytes;
+  map.k_empty = map.k_full + 8 * tile.k_stages;
+  map.v_full = map.k_empty + 8 * tile.k_stages;
+  map.v_empty = map.v_full + 8 * tile.v_stages;
+  map.v_tail = map.v_empty + 8 * tile.v_stages;
+  map.group_bytes = map.k_full + (is_warpgroup_path(tile) ? 1024 : 0);
+  map.q = tile.warp_groups * map.group_bytes;
+  const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
+  map.q_full = map.q + panels_of(tile.types.q, tile.head_dim) * rows * kPanelRowBytes;
+  map.q_empty = map.q_full + 8;
+  map.exchange = map.q_full + 16;
+  map.stats = map.exchange + tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;
+  map.totals = map.stats + tile.warp_groups * exchanged_rows * 8;
+  map.q_factors = map.totals + exchanged_rows * 8;
+  map.work_tiles = map.q_factors + (is_code(tile.stored.k) ? rows * 4 : 0);
+  map.schedule = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
+  map.slots = map.schedule + 64;
+  map.ranks = map.slots + kDynamicSlots * 32;
+  map.scan = map.ranks + kDynamicSequences * 4;
+  map.bytes = map.scan + decode_warps(tile) * 8;
+  return map;
+}
+
+// Floats of a row of a partial result: its O, its shift and its sum.
+FULGUR_SHARED int partial_row_floats(int value_dim) { return value_dim + 4; }
+
+}  // namespace fulgur::kernels

@@ -1,0 +1,162 @@
+// The end of a work tile: what its warp groups have is combined, and stored as O and LSE or as a partial result.
+#pragma once
+#include "attention/sinks.cuh"
+#include "attention/softmax.cuh"
+#include "decode/schedule/schedule.cuh"
+
+// The column of the `i`-th element that a thread has of O: products of codes of V take columns of a word of codes in
+// turns (decode/codes.cuh).
+__device__ __forceinline__ int o_column(int i) {
+  constexpr int kOfHalf = CodesOfV::kOfHalf;
+  const int eight = i / 4;
+  return eight / kOfHalf * 8 * kOfHalf + (int(thread_column()) + i % 2) * kOfHalf + eight % kOfHalf;
+}
+
+// Stores four columns of a row of O; `scale` is one over the sum.
+__device__ __forceinline__ void store_columns(const DecodeParams& p, ElementO::Memory* row, int column,
+                                              const float4& x, float scale) {
+  const u32 low = ElementO::pack(x.x * scale, x.y * scale);
+  const u32 high = ElementO::pack(x.z * scale, x.w * scale);
+  if (kOWhole && column + 4 <= p.dv) {
+    *reinterpret_cast<uint2*>(row + column) = {low, high};
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (column + i < p.dv) row[column + i] = static_cast<ElementO::Memory>((i < 2 ? low : high) >> (i % 2 * 16));
+}
+
+// The q head of a row of a work tile.
+__device__ __forceinline__ int head_of_row(const WorkTile& tile, int row) {
+  return tile.head * kGroup + row % kGroup;
+}
+
+__device__ __forceinline__ void store_lse(const DecodeParams& p, const WorkTile& tile, int row, float shift,
+                                          float sum) {
+  if (!kHasLse) return;
+  const int head = head_of_row(tile, row);
+  float* lse = p.lse + tile.batch * p.lse_batch_stride + head * p.lse_head_stride;
+  lse[tile.sequence.n.q_start + row / kGroup] = lse_of(p.sinks, head, sum, shift);
+}
+
+__device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float factor) {
+  sum.x += factor * x.x;
+  sum.y += factor * x.y;
+  sum.z += factor * x.z;
+  sum.w += factor * x.w;
+}
+
+// The shift and the sum of a row of a partial result, after its O.
+__device__ __forceinline__ void store_stats(float* row, float shift, float sum) {
+  *reinterpret_cast<float2*>(row + kValueDim) = {shift, sum};
+}
+
+// What a sum and O relative to `shift` are multiplied with to be relative to `new_shift`.
+__device__ __forceinline__ float factor_of(float shift, float new_shift) {
+  return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
+}
+
+// Stores a work tile of a CTA with one warp group: O, or a partial result.
+__device__ __forceinline__ void store_warp_group(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
+                                                 const float (&O)[kValueDim / 2]) {
+  const TileRows in_tile = rows_of_tile(p, tile);
+  const bool whole = tile.splits == 1;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = threadIdx.x / 32 * kWarpRows + int(thread_row()) + 8 * half;
+    const bool exists = row < in_tile.count;
+    const float shift = rows.shift[half];
+    const float sum = rows.sum[half];
+    if (whole) {
+      const float scale = normalizer(p.sinks, head_of_row(tile, in_tile.first + row), sum, shift);
+      ElementO::Memory* const out = exists ? row_of_tile<ElementO>(p, p.o, tile, in_tile.first + row)
+                                           : static_cast<ElementO::Memory*>(p.o.data);
+      Finite<ElementO> any;
+#pragma unroll
+      for (int i = 0; i < kValueDim / 2; i += 16)
+        store_global_row<ElementO, kValueDim, !kOWhole>(out, exists ? p.dv : 0, O, i, half, scale, any);
+      if (exists && threadIdx.x % 4 == 0) store_lse(p, tile, in_tile.first + row, shift, sum);
+    } else if (exists) {
+      float* const partial = Schedule::partial_of(p, tile, tile.split) + row * partial_row_floats(kValueDim);
+#pragma unroll
+      for (int i = 2 * half; i < kValueDim / 2; i += 4)
+        *reinterpret_cast<float2*>(partial + 2 * (i - 2 * half) + int(thread_column())) = {O[i], O[i + 1]};
+      if (threadIdx.x % 4 == 0) store_stats(partial, shift, sum);
+    }
+  }
+}
+
+// Combines what the warp groups have of a work tile, in the order of the warp groups: O, or a partial result.
+__device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
+                                                  const float (&O)[kValueDim / 2]) {
+  constexpr int kExchangeColumns = exchange_columns(kTile);
+  constexpr int kExchangeStride = exchange_stride(kTile);
+  const TileRows in_tile = rows_of_tile(p, tile);
+  const bool whole = tile.splits == 1;
+  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
+  const auto has_row = [](int half) { return kTileRows >= kWarpRows || int(thread_row()) + 8 * half < kTileRows; };
+  float* const partial = whole ? nullptr : Schedule::partial_of(p, tile, tile.split);
+  float2* const stats = reinterpret_cast<float2*>(raw + kLayout.stats);
+  float2* const totals = reinterpret_cast<float2*>(raw + kLayout.totals);
+  float* const columns = reinterpret_cast<float*>(raw + kLayout.exchange);
+  if (threadIdx.x % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      if (has_row(i)) stats[first_row + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
+  }
+  sync_compute_warps();
+  for (int row = threadIdx.x; row < in_tile.count; row += kComputeThreads) {
+    float shift = infinity();
+    float sum = 0;
+#pragma unroll
+    for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group)
+      shift = fminf(shift, stats[warp_group * kTileRows + row].x);
+#pragma unroll
+    for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group) {
+      float2& of_group = stats[warp_group * kTileRows + row];
+      of_group.x = factor_of(of_group.x, shift);
+      sum += of_group.x * of_group.y;
+    }
+    totals[row] = {shift, sum};
+    if (whole)
+      store_lse(p, tile, in_tile.first + row, shift, sum);
+    else
+      store_stats(partial + row * partial_row_floats(kValueDim), shift, sum);
+  }
+#pragma unroll
+  for (int first = 0; first < kValueDim; first += kExchangeColumns) {
+#pragma unroll
+    for (int i = 0; i < kExchangeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
+      const int row = first_row + thread_row() + (i & 2 ? 8 : 0);
+      if (!has_row(i >> 1 & 1)) continue;
+      float* const to = columns + row * kExchangeStride + o_column(first / 2 + i) - first;
+      if (kCodesV) {
+        to[0] = O[first / 2 + i];
+        to[CodesOfV::kOfHalf] = O[first / 2 + i + 1];
+      } else {
+        *reinterpret_cast<float2*>(to) = {O[first / 2 + i], O[first / 2 + i + 1]};
+      }
+    }
+    sync_compute_warps();
+    constexpr int kFours = kExchangeColumns / 4;
+#pragma unroll 1
+    for (int at = threadIdx.x; at < in_tile.count * kFours; at += kComputeThreads) {
+      const int row = at / kFours;
+      const int column = at % kFours * 4;
+      if (first + column >= kValueDim) continue;
+      float4 sum = {0, 0, 0, 0};
+#pragma unroll
+      for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group) {
+        const float factor = stats[warp_group * kTileRows + row].x;
+        const float* const from = columns + (warp_group * kTileRows + row) * kExchangeStride + column;
+        add_scaled(sum, *reinterpret_cast<const float4*>(from), factor);
+      }
+      if (whole)
+        store_columns(p, row_of_tile<ElementO>(p, p.o, tile, in_tile.first + row), first + column, sum,
+                      normalizer(p.sinks, head_of_row(tile, in_tile.first + row), totals[row].y, totals[row].x));
+      else
+        *reinterpret_cast<float4*>(partial + row * partial_row_floats(kValueDim) + first + column) = sum;
+    }
+    sync_compute_warps();
+  }
+}

@@ -1,0 +1,85 @@
+// Arguments of the decode kernels, the same for the host and the device.
+//
+// kernel_config.h, generated per plan, holds a macro and one anonymous enum of ints:
+//   #define FULGUR_SCHEDULE StreamK     the type of the schedule (decode/schedule/schedule.cuh)
+//   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
+//   kStoredQ, kStoredK, kStoredV  those of q, k and v in memory; k and v may have codes, q then has f16 or bf16
+//   kKScales, kVScales  scales that the codes of a key have for themselves, one for each group of columns; 0: those of
+//                   its sequence and kv head
+//   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
+//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
+//   kValueDim       dv rounded up to 16 (<= 256); both to 32 beside codes of 4 bits
+//   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups
+//   kWarpGroups     warp groups of a CTA, each with tiles of its own
+//   kBlockKeys      Bc, the keys of a tile
+//   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
+//   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path; 0: lanes copy rows
+//   kResidents      CTAs of an SM
+//   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kCombineEights  times eight columns that a warp of decode/combine.cu takes (Schedule::kFragments)
+//   kGroup          hq / hk
+//   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
+//   kWholeColumns   1: d and dv are kHeadDim and kValueDim
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks, kHasLse
+//                   as in sm90/forward/params.h
+//   kPacked         1: q is packed, cu_seqlens_q
+//   kPackedK        1: k and v are packed, cu_seqlens_k
+//   kSeqUsedQ       1: seqused_q[batch] bounds the queries
+//   kSeqUsedK       1: seqused_k[batch] bounds the keys
+//   kPage           keys of a page; 0: k and v have rows of a batch
+//   kPageLists      1: page_indptr says where the pages of a sequence begin, else table_stride does
+//   kBatchIdx       1: cache_batch_idx names the row of the batch
+//   kLeftPad        1: leftpad_k says which key is the first
+//   kTree           1: tree_mask says which of the last sq keys a query sees
+//   kFewQueries     the most queries of a sequence that it computes, where sm90/forward/forward.cu computes longer
+//                   ones; 0: it computes all
+//   kAppends        1: it appends new rows of K and V, and attends them, too
+//   kRotatesQ       1: it rotates q with the new keys
+//   kUnreadRows     1: there may be new rows that no work tile reads
+#pragma once
+#include "common/append_params.h"
+#include "host_device/attention_params.h"
+#include "host_device/stream_k.h"
+#include "host_device/tensor_map.h"
+
+// As host_device/tensor_map.h says, but for L2 promotion 128B; kBoxKeys.
+struct DecodeMaps {
+  TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
+  TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
+};
+
+// Scales of codes, or their zero points, f32 or f16; null: they are 1. Strides in elements.
+struct CodeScales {
+  const void* data;
+  fulgur::kernels::Element type;
+  bool of_rows;  // lie as the rows of K or V do, else by sequence and kv head
+  long long batch, row, head, group;
+};
+
+struct DecodeParams : DecodeMaps, CallParams {
+  StridedTensor o;
+  float* lse;                  // as in AttentionParams
+  long long lse_batch_stride, lse_head_stride;
+
+  int batch, hk;
+  KeyPages pages;              // kPage; its entries without pages: rows of the batch
+  const int* cache_batch_idx;  // [b], kBatchIdx
+  const int* leftpad_k;        // [b], kLeftPad
+
+  // Partial results of splits, as Schedule::partial_of says. StreamK, StreamKOrRoundRobin, Dynamic:
+  // [2 * CTAs][kTileRows][partial_row_floats(kValueDim)]; SplitToFill: [CTAs][split_floats]; InvariantSplits:
+  // [b][hk][max_splits][split_floats], kPackedK: [hk][total_k / kPackedSplitKeys][split_floats].
+  float* partial;
+  int* tickets;    // [4 * CTAs + 1], zero before the first launch; every launch leaves them zero
+
+  Sinks sinks;     // kHasSinks
+  const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
+  int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
+  fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk
+  CodeScales k_scale, v_scale, k_zero_point, v_zero_point;  // of codes; strides of k and v then count bytes
+};
+
+// kAppends: q is where rotated queries go, and seqused_k is not read.
+struct DecodeAppendParams : DecodeParams {
+  AppendParams append;
+};

@@ -1,0 +1,58 @@
+// The schedule of a plan: which work tiles a CTA computes, and how their partial results are combined. A schedule is a
+// type, which kernel_config.h names. An object of it is what a warp knows of the work tile at hand. Its members:
+//   first(p, tile)              the first work tile of the CTA; false where it has none. All threads of the CTA call it,
+//                               and on the warpgroup path meet at a barrier in it
+//   next(p, tile, ahead)        goes on from a work tile to the next one; false after the last. Every warp calls it for
+//                               itself; `ahead`: for the loads of a warp that goes there again for its products
+//   partial_of(p, tile, split)  where a split of the work tile's q block leaves its partial result
+//   slot_of(p, tile, split)     the number of that place, without kCombineKernel: a group of splits has a ticket by it
+//   find_splits(p, tile)        the q block of a CTA of decode/combine.cu, with kCombineKernel
+//   kCombineKernel              decode/combine.cu combines the splits, not the last CTA at each q block
+//   kFragments                  partial results are left as the threads of a warpgroup hold them, not by rows
+//   kOneTile                    a CTA has one work tile at most
+//   kCombinesAtEnd              CTAs combine q blocks of many splits together, after their last work tile
+//   Requests                    what the first warp that loads does for the schedule
+#pragma once
+#include "decode/schedule/dynamic.cuh"
+#include "decode/schedule/split_to_fill.cuh"
+#include "decode/schedule/stream_k.cuh"
+
+using Schedule = FULGUR_SCHEDULE;
+
+// InvariantSplits of packed keys: kPackedSplitKeys counts with chunks of kChunkKeys.
+static_assert(!kPackedK || !Schedule::kCombineKernel || Schedule::kFragments || int(kKeysPerChunk) == int(kChunkKeys));
+
+// The work tiles of a CTA, one after another: 16 ints, which a warp may leave in shared memory.
+struct alignas(16) WorkTiles {
+  WorkTile tile;
+  Schedule schedule;
+
+  __device__ __forceinline__ bool first(const DecodeParams& p) { return schedule.first(p, tile); }
+  __device__ __forceinline__ bool next(const DecodeParams& p, bool ahead = false) {
+    return schedule.next(p, tile, ahead);
+  }
+};
+static_assert(sizeof(WorkTiles) == 64);  // decode_layout
+
+// Where a warp leaves its work tiles during the loop over keys, whose registers they would take.
+class SavedWorkTiles {
+ public:
+  __device__ __forceinline__ explicit SavedWorkTiles(int warp)
+      : warp_(warp),
+        at_(u32(__cvta_generic_to_shared(raw)) + kLayout.work_tiles + warp * int(sizeof(WorkTiles))) {}
+
+  __device__ __forceinline__ void save(const WorkTiles& work_tiles) const {
+    if (lane_of_warp() == 0) store_shared_struct(at_, work_tiles);
+  }
+  __device__ __forceinline__ WorkTiles load() const { return load_shared_struct_uniform<WorkTiles>(at_); }
+
+  // The keys of the sequence of the work tile.
+  __device__ __forceinline__ int keys() const {
+    __syncwarp();
+    return reinterpret_cast<const WorkTiles*>(raw + kLayout.work_tiles)[warp_].tile.sequence.n.sk;
+  }
+
+ private:
+  int warp_;
+  u32 at_;
+};

@@ -1,0 +1,218 @@
+// Loads of the warpgroup path, by warps that do nothing else: K and V by TMA, or by lanes where TMA cannot address
+// them, and Q.
+#pragma once
+#include "sm90/common/ring.cuh"
+#include "decode/loads.cuh"
+#include "sm90/ptx/tma.cuh"
+
+enum : int {
+  kTileWarps = kLoadWarps / kWarpGroups,  // that load for a warp group
+  // Those of warp group 0 that load Q, too: warps that have nothing else to do, where there are some.
+  kQueryWarps = kBoxKeys == 0 ? int(kTileWarps) : kTileWarps == 4 ? 2 : 1,
+  // How often a buffer is filled: by one lane for all that TMA brings, or by each lane that copies.
+  kFills = kBoxKeys > 0 ? 1 : 32 * kTileWarps,
+};
+
+using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
+// Of a warp group, from its first byte on.
+using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
+using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
+
+// Copies Q of a work tile, zeros where there is none, by `threads` threads, of which this is number `thread`.
+template <int threads>
+__device__ __forceinline__ void copy_query(const DecodeParams& p, const WorkTile& tile, int thread) {
+#pragma unroll 4
+  for (int at = thread; at < kBlockRows * kQueryChunks; at += threads) {
+    const QueryChunk chunk = query_chunk(p, tile, at);
+    if (kQWhole)
+      async_copy16(u32(__cvta_generic_to_shared(raw + query_place(at))), chunk.from, chunk.count > 0 ? 16 : 0);
+    else
+      *reinterpret_cast<uint4*>(raw + query_place(at)) = chunk.load();
+  }
+}
+
+// Loads Q of all work tiles but the first one, which the warp groups load.
+class QueryLoader {
+ public:
+  __device__ __forceinline__ QueryLoader(const TileWalk& tiles)
+      : buffer_(u32(__cvta_generic_to_shared(raw)), !tiles.in_first_work_tile()) {}
+
+  // Loads Q of the work tile that `tiles` begins.
+  __device__ __forceinline__ void begin_work_tile(const DecodeParams& p, const TileWalk& tiles, int thread) {
+    if (tiles.in_first_work_tile()) return;
+    buffer_.wait_empty();
+    copy_query<32 * kQueryWarps>(p, tiles.work_tile(), thread);
+    if (kQWhole)
+      async_copy_arrive(buffer_.full());
+    else
+      mbarrier_arrive(buffer_.full());
+    buffer_.advance();
+  }
+
+ private:
+  QueryBuffer buffer_;
+};
+
+// By warps of their own.
+__device__ __forceinline__ void load_queries(const DecodeParams& p, TileWalk tiles, int thread) {
+  QueryLoader query(tiles);
+#pragma unroll 1
+  for (; tiles.more(); tiles.next_work_tile()) query.begin_work_tile(p, tiles, thread);
+}
+
+// All loads of a warp group by the lanes of kTileWarps warps; those of warp group 0 load Q, too.
+__device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader<kTileWarps> load, u32 buffers) {
+  KBuffers keys(buffers, 1);
+  VBuffers values(buffers, 1);
+  QueryLoader query(load.tiles());
+#pragma unroll 1
+  for (; load.more(); load.next()) {
+    if (load.tiles().begins_work_tile() && load.tiles().warp_group() == 0)
+      query.begin_work_tile(p, load.tiles(), threadIdx.x % (32 * kTileWarps));
+    const bool whole = load.whole();
+    keys.wait_empty();
+    if (whole)
+      load.copy_keys<true>(keys.address());
+    else
+      load.copy_keys<false>(keys.address());
+    async_copy_arrive(keys.full());
+    keys.advance();
+    values.wait_empty();
+    if (whole)
+      load.copy_values<true>(values.address());
+    else
+      load.copy_values<false>(values.address());
+    async_copy_arrive(values.full());
+    values.advance();
+  }
+}
+
+// The page ids of a work tile, which a warp loads far ahead: a load comes after all that TMA has been asked for before,
+// 10 000 cycles later and more. Each lane has one of 32 successive ids, and one of the next 32.
+class PageIds {
+ public:
+  // The work tile needs the pages from `page` on.
+  __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& tile, int page) {
+    const DecodeSequence& s = tile.sequence;
+    ids_ = page_ids(p, tile);
+    count_ = (s.n.k_start + s.n.sk + kPage - 1) / max_of(kPage, 1);
+    first_ = page / 32 * 32;
+    here_ = load(p, first_);
+    next_ = load(p, first_ + 32);
+  }
+  // The id of the page that each lane asks for, -1 after the last one. It is one of a tile, which has keys of the pages
+  // `first` to `last`; both grow from tile to tile, by less than 32.
+  __device__ __forceinline__ int id(const DecodeParams& p, int page, int first, int last) {
+    if (first >= first_ + 32) {
+      first_ += 32;
+      here_ = next_;
+      next_ = load(p, first_ + 32);
+    }
+    const int here = __shfl_sync(0xffffffff, here_, page % 32);
+    if (last < first_ + 32) return here;  // the next ones need not be there
+    const int next = __shfl_sync(0xffffffff, next_, page % 32);
+    return page < first_ + 32 ? here : next;
+  }
+
+ private:
+  __device__ __forceinline__ int load(const DecodeParams& p, int first) const {
+    const int page = first + int(threadIdx.x % 32);
+    return page < count_ ? page_id(p, ids_, page) : -1;
+  }
+
+  const int* ids_;
+  int count_;  // pages that have keys of the sequence
+  int first_, here_, next_;
+};
+
+// The loads of K or of V by TMA, which one warp issues: a lane for each box of kBoxKeys rows of a panel. The panels of
+// the same rows follow each other, while the memory has these rows open.
+template <int panels>
+class BoxLoader {
+ public:
+  __device__ __forceinline__ BoxLoader(const DecodeParams& p, const TileWalk& tiles) : p_(p), tiles_(tiles) {
+    if (tiles_.more()) fetch_id(true);
+  }
+
+  __device__ __forceinline__ const TileWalk& tiles() const { return tiles_; }
+  __device__ __forceinline__ void next() {
+    tiles_.next();
+    if (tiles_.more()) fetch_id(tiles_.begins_work_tile());
+  }
+
+  __device__ __forceinline__ void copy(const TensorMapBlob& map, u32 to, u32 barrier) const {
+    if (lane() == 0) mbarrier_arrive_expect(barrier, panels * kPanelBytes);
+    if (box() >= kBoxes) return;
+    const int panel = lane() % panels;
+    tma_load(to + panel * kPanelBytes + box() * kBoxKeys * 128, &map, barrier,
+             {64 * panel, row_, tiles_.work_tile().head, entry_}, Keep::kShort);
+  }
+
+ private:
+  enum : int { kBoxes = kBlockKeys / max_of(kBoxKeys, 1) };
+  static_assert(kBoxKeys == 0 || kBoxes * panels <= 32);
+
+  static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+  static __device__ __forceinline__ int box() { return lane() / panels; }
+
+  // Where this lane's box is, a tile ahead of its load. Outside of the tensor, TMA writes zeros.
+  __device__ __forceinline__ void fetch_id(bool begins) {
+    const DecodeSequence& s = tiles_.work_tile().sequence;
+    const int key = tiles_.tile() * kBlockKeys + box() * kBoxKeys;
+    row_ = s.n.k_start + key;
+    entry_ = kPackedK ? 0 : s.entry;
+    if (kPage == 0) return;
+    const int from = s.n.k_start + tiles_.tile() * kBlockKeys;
+    if (begins) ids_.begin(p_, tiles_.work_tile(), from / max_of(kPage, 1));
+    const int id =
+        ids_.id(p_, row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
+    entry_ = key < s.n.sk ? id : -1;
+    row_ %= max_of(kPage, 1);
+  }
+
+  const DecodeParams& p_;
+  TileWalk tiles_;
+  PageIds ids_;
+  int row_, entry_;
+};
+
+// Loads K.
+__device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoader<kKPanels> load, u32 buffers) {
+  KBuffers keys(buffers, 1);
+#pragma unroll 1
+  for (; load.tiles().more(); load.next()) {
+    keys.wait_empty();
+    load.copy(p.k_map, keys.address(), keys.full());
+    keys.advance();
+  }
+}
+
+// Loads V, and Q for warp group 0 where no other warp does.
+__device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxLoader<kVPanels> load, u32 buffers) {
+  VBuffers values(buffers, 1);
+  QueryLoader query(load.tiles());
+  const u32 tail = buffers + kLayout.v_tail;
+  u32 tail_parity = 0;
+#pragma unroll 1
+  for (; load.tiles().more(); load.next()) {
+    if (kTileWarps == 2 && load.tiles().begins_work_tile() && load.tiles().warp_group() == 0)
+      query.begin_work_tile(p, load.tiles(), threadIdx.x % 32);
+    values.wait_empty();
+    // Rows of V after the sequence meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+    const int valid = load.tiles().work_tile().sequence.n.sk - load.tiles().tile() * kBlockKeys;
+    const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
+    load.copy(p.v_map, values.address(), clear ? tail : values.full());
+    if (clear) {
+      mbarrier_wait(tail, tail_parity);
+      tail_parity ^= 1;
+#pragma unroll 1
+      for (int panel = 0; panel < kVPanels; ++panel)
+        for (int at = valid * 128 + 16 * int(threadIdx.x % 32); at < kPanelBytes; at += 512)
+          store_shared_zero16(values.address() + panel * kPanelBytes + at);
+      fence_async_proxy();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(values.full());
+    }
+    values.advance();
+  }
+}

@@ -1,0 +1,66 @@
+// What a CTA computes at a time: some keys of a q block.
+#pragma once
+#include "attention/fragment_store.cuh"
+#include "decode/q_blocks.cuh"
+
+// The keys that a q block sees, and their chunks.
+struct QBlockKeys {
+  KeyRange keys;
+  Chunks chunks;
+};
+
+__device__ __forceinline__ QBlockKeys q_block_keys(const DecodeParams& p, const Lengths& n, int block) {
+  const KeyRange keys = keys_of_q_block(p, n, block);
+  return {keys, chunks_of(keys, kKeysPerChunk)};
+}
+
+struct WorkTile {
+  int batch, head, block;  // of the q block: its sequence, its kv head, its block of rows
+  DecodeSequence sequence;
+  int begin, end;     // the tiles of kBlockKeys keys
+  int split, splits;  // which split of the q block it is, of how many
+  int first_partial;  // the number of the q block's first partial result, which is that of its ticket, too
+
+  __device__ __forceinline__ bool has_keys() const { return begin < end; }
+
+  __device__ __forceinline__ void take_chunks(const QBlockKeys& q_block, const ChunkRange& mine) {
+    begin = (q_block.chunks.first + mine.begin) * kKeysPerChunk / kBlockKeys;
+    end = min((q_block.chunks.first + mine.end) * kKeysPerChunk, q_block.keys.end + kBlockKeys - 1) / kBlockKeys;
+  }
+  __device__ __forceinline__ void take_split(const QBlockKeys& q_block, const Splits& all, int number) {
+    take_chunks(q_block, {number * all.chunks, min((number + 1) * all.chunks, q_block.chunks.count)});
+    split = number;
+    splits = all.count;
+  }
+  __device__ __forceinline__ void take_whole(const QBlockKeys& q_block) {
+    take_chunks(q_block, {0, q_block.chunks.count});
+    split = 0;
+    splits = 1;
+  }
+};
+
+// Rows of a work tile: of a kv head, (query, head of its group).
+struct TileRows {
+  int first, count;
+};
+
+__device__ __forceinline__ TileRows rows_of_tile(const DecodeParams& p, const WorkTile& tile) {
+  const int first = tile.block * kBlockRows;
+  return {first, min(tile.sequence.n.sq * kGroup - first, int(kBlockRows))};
+}
+
+template <class Type>
+__device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams& p, const StridedTensor& t,
+                                                       const WorkTile& tile, int row) {
+  return row_of<Type>(t, tile.batch, tile.sequence.n.q_start + row / kGroup, tile.head * kGroup + row % kGroup);
+}
+
+// The ids of its sequence's pages.
+__device__ __forceinline__ const int* page_ids(const DecodeParams& p, const WorkTile& tile) {
+  return p.pages.table + (kPageLists ? tile.sequence.entry * p.pages.id_stride : tile.batch * p.pages.table_stride);
+}
+
+// The i-th of them. Their stride fits an int, as the host checks: a product of 64 bits takes too many registers.
+__device__ __forceinline__ int page_id(const DecodeParams& p, const int* ids, int i) {
+  return ids[i * static_cast<long long>(int(p.pages.id_stride))];
+}
