@@ -123,7 +123,7 @@ class KeyValueRing {
   LaneLoader<kWarpsPerGroup> load_;
   u32 buffers_;
   int stage_ = 0, free_ = 0;
-  u32 loaded_[max_of(LaneLoader<kWarpsPerGroup>::kScalesOfTile, 1)] = {};
+  u32 loaded_[max_of(kScalesOfKey, 1)] = {};
 };
 
 // S = Q K^T of the warp's rows, whose Q lies at `q`, and the tile at `k`.

@@ -59,45 +59,32 @@ class LaneLoader {
 
   enum : int {
     kRows = kBlockKeys / (kRowsAtOnce * warps),  // that a lane copies of
-    kScalesOfLane = (kScalesOfKey + kRowLanes - 1) / kRowLanes,  // of each row
-    kScalesOfTile = kRows * kScalesOfLane,
   };
-  // Starts the loads of the scales of this lane's rows, of which each lane of a row has some, as memory has them; 0 of
-  // rows that are not there.
-  __device__ __forceinline__ void load_scales(u32 (&x)[max_of(kScalesOfTile, 1)]) const {
+  // Starts the loads of the scales of the key that this lane has of the tile, as memory has them; 0 where it is not there.
+  // Their order is that of a tile's scales: of K, of V, zero points of K, of V.
+  __device__ __forceinline__ void load_scales(u32 (&x)[max_of(kScalesOfKey, 1)]) const {
     const WorkTile& tile = tiles_.work_tile();
     const DecodeSequence& s = tile.sequence;
-#pragma unroll
-    for (int j = 0; j < kScalesOfLane; ++j) {
-      const LaneScale t = scale_of(column_ / 8 + j * kRowLanes);
-      const char* at = nullptr;
-#pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        if (i % kRunRows == 0) {
-          const long long entry = !t.of_rows ? tile.batch : kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
-          const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
-          at = t.data + entry * t.batch + row * t.row + tile.head * t.head;
-        } else {
-          at += kRowsAtOnce * t.row;
-        }
-        u32& to = x[i * kScalesOfLane + j];
-        const bool there = t.exists && is_there(i);
-        to = 0;
-        if (there && !t.half) to = *reinterpret_cast<const u32*>(at);
-        if (there && t.half) to = *reinterpret_cast<const unsigned short*>(at);
-      }
-    }
+    const int key = tiles_.tile() * kBlockKeys + scale_key();
+    const bool there = scale_key() >= 0 && key < s.n.sk && (kPage == 0 || u32(scale_id_) < u32(p_.pages.entries));
+    const long long entry = kPage > 0 ? scale_id_ : kPackedK ? 0 : s.entry;
+    const int row = kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
+    for_each_scale([&](int number, const CodeScales& t, int group) __attribute__((always_inline)) {
+      const long long at =
+          (t.of_rows ? entry : tile.batch) * t.batch + row * t.row + tile.head * t.head + group * t.group;
+      x[number] = 0;
+      if (there && t.type == kF32) x[number] = static_cast<const u32*>(t.data)[at];
+      if (there && t.type != kF32) x[number] = static_cast<const unsigned short*>(t.data)[at];
+    });
   }
   // To a tile's scales, as f32.
-  __device__ __forceinline__ void store_scales(const u32 (&x)[max_of(kScalesOfTile, 1)], u32 to) const {
-#pragma unroll
-    for (int i = 0; i < kScalesOfTile; ++i) {
-      const int number = column_ / 8 + i % kScalesOfLane * kRowLanes;
-      const LaneScale t = scale_of(number);
-      if (!t.exists) continue;
-      store_shared(to + 4 * (number * kBlockKeys + row_ + i / kScalesOfLane * kRowsAtOnce),
-                   t.half ? __float_as_int(half_to_float(static_cast<unsigned short>(x[i]))) : int(x[i]));
-    }
+  __device__ __forceinline__ void store_scales(const u32 (&x)[max_of(kScalesOfKey, 1)], u32 to) const {
+    if (scale_key() < 0) return;
+    for_each_scale([&](int number, const CodeScales& t, int) __attribute__((always_inline)) {
+      const int value = t.type == kF32 ? int(x[number])
+                                       : __float_as_int(half_to_float(static_cast<unsigned short>(x[number])));
+      store_shared(to + 4 * (number * kBlockKeys + scale_key()), value);
+    });
   }
 
   // Goes to the next tile.
@@ -107,13 +94,6 @@ class LaneLoader {
   }
 
  private:
-  // Where the scales lie that a lane loads of its rows; strides in bytes.
-  struct LaneScale {
-    const char* data;
-    long long batch, row, head;
-    bool of_rows, half, exists;
-  };
-
   enum : int {
     // Of a lane's rows, so many are in one page for certain, and equally far apart in memory.
     kRunRows = kPage == 0 ? int(kRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kRows, max_of(16 / kRowsAtOnce, 1)) : 1,
@@ -130,6 +110,9 @@ class LaneLoader {
 #pragma unroll
     for (int i = 0; i < kRows; i += kRunRows)
       ids_[i / kRunRows] = key(i) < s.n.sk ? page_id(p_, ids, (s.n.k_start + key(i)) / max_of(kPage, 1)) : -1;
+    if (kScalesOfKey == 0) return;
+    const int of_scales = tiles_.tile() * kBlockKeys + max(scale_key(), 0);
+    scale_id_ = of_scales < s.n.sk ? page_id(p_, ids, (s.n.k_start + of_scales) / max_of(kPage, 1)) : -1;
   }
 
   // Where the lane's i-th row lies in K or V.
@@ -143,28 +126,23 @@ class LaneLoader {
            column_ * int(2 / sizeof(typename Type::Memory));
   }
 
-  // The scale of the lane's rows with this number, in the order of a tile's scales: of K, of V, zero points of K, of V.
-  __device__ __forceinline__ LaneScale scale_of(int number) const {
-    const bool zero_point = number >= kKScales + kVScales;
-    const int of_k = zero_point ? kKScales * kKZeroPoint : int(kKScales);
-    const int of = zero_point ? number - kKScales - kVScales : number;
-    // Member by member: an address that depends on the lane would make loads of these.
-    const auto member = [&](auto of_scales) __attribute__((always_inline)) {
-      const auto k = kKZeroPoint && zero_point ? of_scales(p_.k_zero_point) : of_scales(p_.k_scale);
-      const auto v = kVZeroPoint && zero_point ? of_scales(p_.v_zero_point) : of_scales(p_.v_scale);
-      return of < of_k ? k : v;
-    };
-    const bool half = member([](const CodeScales& t) { return t.type == kF16; });
-    const int bytes = half ? 2 : 4;
-    const long long group = of < of_k ? of : of - of_k;
-    return {member([](const CodeScales& t) { return static_cast<const char*>(t.data); }) +
-                group * member([](const CodeScales& t) { return t.group; }) * bytes,
-            member([](const CodeScales& t) { return t.batch; }) * bytes,
-            member([](const CodeScales& t) { return t.row; }) * bytes,
-            member([](const CodeScales& t) { return t.head; }) * bytes,
-            member([](const CodeScales& t) { return t.of_rows; }),
-            half,
-            number < kScalesOfKey};
+  // The key of a tile whose scales this lane loads; -1: it has none.
+  __device__ __forceinline__ int scale_key() const {
+    constexpr int kKeys = kBlockKeys / warps;
+    const int lane = threadIdx.x % 32;
+    return kKeys == 32 || lane < kKeys ? row_ / (kRowsAtOnce * kRows) * kKeys + lane : -1;
+  }
+  template <class Use>
+  __device__ __forceinline__ void for_each_scale(const Use& use) const {
+#pragma unroll
+    for (int i = 0; i < kKScales; ++i) use(i, p_.k_scale, i);
+#pragma unroll
+    for (int i = 0; i < kVScales; ++i) use(kKScales + i, p_.v_scale, i);
+#pragma unroll
+    for (int i = 0; i < kKScales * kKZeroPoint; ++i) use(kKScales + kVScales + i, p_.k_zero_point, i);
+#pragma unroll
+    for (int i = 0; i < kVScales * kVZeroPoint; ++i)
+      use(kKScales * (1 + kKZeroPoint) + kVScales + i, p_.v_zero_point, i);
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
@@ -212,4 +190,5 @@ class LaneLoader {
   TileWalk tiles_;
   int row_, column_;  // of 16-bit elements
   int ids_[kRows / kRunRows];
+  int scale_id_;  // of the page of scale_key()
 };
