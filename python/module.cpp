@@ -446,8 +446,8 @@ NB_MODULE(_fulgur, m) {
            "workspace"_a.none())
       .def("run_backward", &run_plan<BackwardArgs>, "views"_a, "stream"_a, "seed"_a, "offset"_a,
            "workspace"_a.none());
-  m.def("plan_forward", &make_plan<ForwardArgs>, "views"_a, "options"_a, "card"_a);
-  m.def("plan_backward", &make_plan<BackwardArgs>, "views"_a, "options"_a, "card"_a);
+  m.def("plan_forward", &make_plan<ForwardArgs>, "views"_a, "options"_a, "card"_a = "");
+  m.def("plan_backward", &make_plan<BackwardArgs>, "views"_a, "options"_a, "card"_a = "");
   m.def("forward", &compute<ForwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
   m.def("backward", &compute<BackwardArgs>, "views"_a, "options"_a, "stream"_a, "seed"_a,
         "offset"_a);

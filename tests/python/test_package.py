@@ -219,7 +219,7 @@ def test_every_tensor_of_the_library_is_an_argument(calls, name):
         tensors -= DESCALES
     assert tensors - set(inspect.signature(function).parameters) == set()
     for tensor in tensors:
-        assert re.search(rf"\b{tensor}\b[\w,\s]*: ", function.__doc__), tensor
+        assert re.search(rf"\b{tensor}\b[\w,\s]*:\s", function.__doc__), tensor
 
 
 def test_every_tensor_of_the_library_is_in_the_operators_and_calls():
