@@ -210,6 +210,10 @@ fulgur_status fulgur_backward(const fulgur_backward_args*, const fulgur_options*
 fulgur_status fulgur_plan_forward(const fulgur_forward_args*, const fulgur_options*, fulgur_plan**);
 fulgur_status fulgur_plan_backward(const fulgur_backward_args*, const fulgur_options*,
                                    fulgur_plan**);
+fulgur_status fulgur_plan_forward_for_card(const char*, const fulgur_forward_args*,
+                                           const fulgur_options*, fulgur_plan**);
+fulgur_status fulgur_plan_backward_for_card(const char*, const fulgur_backward_args*,
+                                            const fulgur_options*, fulgur_plan**);
 void fulgur_plan_free(fulgur_plan*);
 fulgur_status fulgur_plan_run_forward(const fulgur_plan*, const fulgur_forward_args*,
                                       const fulgur_run*);

@@ -175,6 +175,32 @@ static void huge_sizes(void) {
   CHECK(strncmp(fulgur_last_error(), "k: ", 3) == 0 && plan == NULL);
 }
 
+/* A plan for a card that is not here, by one of the papers' algorithms. */
+static void cards(void) {
+  int64_t shape[] = {2, 1024, 8, 64};
+  DLTensor t = tensor(NULL, 4, shape);
+  t.device = (DLDevice){kDLCUDA, 0};
+  t.dtype = (DLDataType){kDLBfloat, 16, 1};
+  const fulgur_forward_args args = {
+      .struct_size = sizeof args, .q = &t, .k = &t, .v = &t, .out = &t};
+  fulgur_options options;
+  CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
+  options.algorithm = "fa1";
+  fulgur_plan* plan = NULL;
+  CHECK(fulgur_plan_forward_for_card("a100", &args, &options, &plan) == FULGUR_OK);
+  char text[4096];
+  CHECK(fulgur_plan_explain(plan, text, sizeof text, NULL) == FULGUR_OK);
+  CHECK(strstr(text, "one A100") != NULL && strstr(text, "FlashAttention") != NULL);
+  fulgur_plan_free(plan);
+  CHECK(fulgur_plan_forward_for_card("a1", &args, &options, &plan) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "card: got \"a1\", want one of ", 28) == 0 && plan == NULL);
+  CHECK(fulgur_plan_forward_for_card(NULL, &args, &options, &plan) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "card: got null", 14) == 0);
+  options.algorithm = "fa4";
+  CHECK(fulgur_plan_forward_for_card("a100", &args, &options, &plan) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "algorithm: got \"fa4\"", 20) == 0);
+}
+
 /* Texts: the length first, then all of it, then what fits. */
 static void texts(const fulgur_forward_args* args) {
   fulgur_plan* plan = NULL;
@@ -751,6 +777,7 @@ int main(void) {
 
   expressions(&args, &gradient);
   plan_of_changing_lengths();
+  cards();
   texts(&args);
   huge_sizes();
   plan_in_threads(&args);
