@@ -6,6 +6,7 @@
 #include "expressions.h"
 #include "flags.h"
 #include "fulgur/cuda.h"
+#include "fulgur/distributed/forecast.h"
 #include "io/array.h"
 #include "io/file.h"
 #include "svg.h"
@@ -20,6 +21,7 @@ struct ExplainRequest {
   int64_t page = 0;
   std::string svg;
   bool json = false;
+  Ranks ranks{1, 0, {375e9, 5e-6}, {50e9, 15e-6}};  // node 0: all ranks
   OptionFlags flags;
   ExpressionFlags expressions;
 
@@ -74,9 +76,46 @@ Plan plan_of(const ExplainRequest& r) {
   return plan_of(r, args);
 }
 
+/// "375e9,5us": bytes a second, and what a transfer takes besides.
+Link parse_link(const std::string& name, const std::string& text) {
+  const size_t comma = text.find(','), unit = text.find_first_of("mnus", comma + 1);
+  const std::string of_time = unit < text.size() ? text.substr(unit) : "";
+  const double seconds = of_time == "s"    ? 1
+                         : of_time == "ms" ? 1e-3
+                         : of_time == "us" ? 1e-6
+                         : of_time == "ns" ? 1e-9
+                                           : 0;
+  if (comma < text.size() && seconds > 0) {
+    const auto bytes = number_of<double>(text.substr(0, comma));
+    const auto time = number_of<double>(text.substr(comma + 1, unit - comma - 1));
+    if (bytes && time && *bytes > 0 && *time >= 0) return {*bytes, *time * seconds};
+  }
+  throw CLI::ValidationError(
+      name, fmt::format("got '{}', want bytes a second and a time, such as 375e9,5us", text));
+}
+
+/// A line for each way to share out the call.
+std::string forecast_of(const ExplainRequest& r, const Plan& plan) {
+  if (r.ranks.count == 1) return {};
+  Ranks ranks = r.ranks;
+  if (ranks.node == 0) ranks.node = ranks.count;
+  std::string text = fmt::format("\n{} ranks in nodes of {}, of each:\n", ranks.count, ranks.node);
+  text += fmt::format("  {:<28}{:>13}{:>13}{:>13}{:>13}{:>13}\n", "", "MB received", "MB besides",
+                      "ms computing", "ms waiting", "efficiency");
+  for (const Forecast& f : forecast(plan, ranks)) {
+    const std::string way =
+        f.head_ranks > 1 ? fmt::format("{} ({} ranks)", f.way, f.head_ranks) : f.way;
+    text +=
+        fmt::format("  {:<28}{:>13.4g}{:>13.4g}{:>13.4g}{:>13.4g}{:>12.1f}%\n", way, f.bytes * 1e-6,
+                    f.memory * 1e-6, f.compute * 1e3, f.exposed * 1e3, f.efficiency * 100);
+  }
+  return text;
+}
+
 void explain(ExplainRequest& r) {
   r.expressions.read();
   const Plan plan = plan_of(r);
+  const std::string by_ranks = forecast_of(r, plan);
   const std::vector<TensorBinding> tensors = r.expressions.bindings();
   if (!r.svg.empty()) {
     const ShapeFlags s = r.shape.complete();
@@ -92,7 +131,7 @@ void explain(ExplainRequest& r) {
   if (r.json) {
     fmt::print("{}\n", plan.details().json());
   } else {
-    fmt::print("{}", plan.explain(tensors));
+    fmt::print("{}{}", plan.explain(tensors), by_ranks);
   }
 }
 
@@ -120,7 +159,25 @@ void add_explain(CLI::App& app) {
       ->excludes(backward);
   r->flags.add_to(*command);
   r->expressions.add_to(*command);
-  command->add_flag("--json", r->json, "The plan as data, a JSON object");
+  auto* json = command->add_flag("--json", r->json, "The plan as data, a JSON object");
+  auto* ranks =
+      add_whole(*command, "--ranks", r->ranks.count,
+                "What sharing out the rows among so many such devices is expected to take", 1);
+  ranks->excludes(json);
+  add_whole(*command, "--node", r->ranks.node, "Ranks of a node; default all of them", 1)
+      ->needs(ranks);
+  const auto add_link = [&](const char* name, Link& link, const char* help) {
+    command
+        ->add_option_function<std::string>(
+            name, [name, &link](const std::string& text) { link = parse_link(name, text); }, help)
+        ->type_name("B,T")
+        ->needs(ranks);
+  };
+  add_link("--link", r->ranks.in_node,
+           "Bytes a second that a rank receives from its node, and the time of a transfer besides; "
+           "default "
+           "375e9,5us");
+  add_link("--node-link", r->ranks.between, "Likewise between nodes; default 50e9,15us");
   command->add_option("--svg", r->svg, "Draw the tiles (empty, partial, full) into this file")
       ->type_name("F.svg");
   command->footer(
@@ -133,7 +190,9 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 4096 --causal --mask-mod 'doc[q] == doc[k]' --tensor doc=doc.npy\n"
       "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda\n"
       "  fulgur explain --sq 8192 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --card h200\n"
-      "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --json");
+      "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --json\n"
+      "  fulgur explain --sq 1048576 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --card h200 "
+      "--ranks 64 --node 8");
   command->callback([r] { explain(*r); });
 }
 

@@ -146,6 +146,24 @@ def test_explain():
     fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
 
 
+def test_explain_by_ranks():
+    call = ["explain", "--sq", "1048576", "--hq", "32", "--hk", "8", "--d", "128", "--dtype", "bf16", "--causal"]
+    call += ["--card", "h200"]
+    stdout = succeeds(*call, "--ranks", "1024", "--link", "375e9,5us", "--node", "8")
+    assert "1024 ranks in nodes of 8" in stdout
+    percent = {}
+    for way in ("gather", "heads and gather (8 ranks)", "ring"):
+        (line,) = re.findall(rf"^  {re.escape(way)}  .*$", stdout, re.M)
+        percent[way] = float(line.split()[-1].rstrip("%"))
+    assert 0 < percent["gather"] < percent["heads and gather (8 ranks)"] < 100
+    slower = succeeds(*call, "--ranks", "8", "--link", "1e9,1ms")
+    assert "8 ranks in nodes of 8" in slower and "heads (8 ranks)" in slower
+    for link in ("375e9", "375e9,5", "x,5us", "0,5us", "1e9,-1us", "1e9,5minutes"):
+        fails(*call, "--ranks", "8", "--link", link, code=2, says=["--link", link, "375e9,5us"])
+    fails(*call, "--ranks", "8", "--node", "3", says=["node: got 3, want a divisor of the 8 ranks"])
+    fails(*call, "--node", "8", code=2, says=["--ranks"])
+
+
 def rectangles(path, colour):
     """Areas of the rectangles of a colour, legend apart."""
     root = ET.parse(path).getroot()
