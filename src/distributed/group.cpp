@@ -2,7 +2,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <optional>
 #include <sstream>
 
 #include "base/check.h"
@@ -146,22 +145,27 @@ std::vector<std::string> Group::Impl::gather(const std::string& text) {
   return all;
 }
 
-std::vector<std::vector<int64_t>> Group::Impl::agree(const std::string& error, const Fields& fields,
+std::vector<std::vector<int64_t>> Group::Impl::agree(const std::optional<Error>& error,
+                                                     const Fields& fields,
                                                      const std::vector<int64_t>& numbers) {
-  // A line each: the error, the numbers, then names and values.
-  std::string text = fmt::format("{}\n{}\n", error, fmt::join(numbers, " "));
+  // A line each: the status, the message, the numbers, then names and values.
+  std::string text = fmt::format(
+      "{}\n{}\n{}\n", error ? static_cast<int>(error->status()) : static_cast<int>(Status::kOk),
+      error ? error->what() : "", fmt::join(numbers, " "));
   for (const auto& [name, value] : fields) text += fmt::format("{}\n{}\n", name, value);
   std::vector<std::vector<std::string>> lines(ranks);
   const std::vector<std::string> texts = gather(text);
   for (int r = 0; r < ranks; ++r) {
     std::istringstream all(texts[r]);
     for (std::string line; std::getline(all, line);) lines[r].push_back(line);
-    if (lines[r].size() >= 2 && lines[r][0].empty()) continue;
-    throw Error(Status::kInvalidArgument,
-                fmt::format("rank {}: {}", r, lines[r].empty() ? "got no answer" : lines[r][0]));
+    if (lines[r].size() < 3) {
+      fail("group", "rank {} runs another version of fulgur than rank {}", r, rank);
+    }
+    const auto status = static_cast<Status>(std::atoi(lines[r][0].c_str()));
+    if (status != Status::kOk) throw Error(status, fmt::format("rank {}: {}", r, lines[r][1]));
   }
   for (int r = 1; r < ranks; ++r) {
-    for (size_t i = 2; i + 1 < lines[0].size(); i += 2) {
+    for (size_t i = 3; i + 1 < lines[0].size(); i += 2) {
       const std::string& name = lines[0][i];
       if (i + 1 >= lines[r].size() || lines[r][i] != name) {
         fail("group", "rank {} runs another version of fulgur than rank 0", r);
@@ -172,7 +176,7 @@ std::vector<std::vector<int64_t>> Group::Impl::agree(const std::string& error, c
   }
   std::vector<std::vector<int64_t>> all(ranks);
   for (int r = 0; r < ranks; ++r) {
-    std::istringstream line(lines[r][1]);
+    std::istringstream line(lines[r][2]);
     for (int64_t n; line >> n;) all[r].push_back(n);
   }
   return all;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -11,6 +12,7 @@
 
 #include "distributed/transport.h"
 #include "fulgur/distributed/group.h"
+#include "fulgur/error.h"
 
 namespace fulgur::distributed {
 
@@ -36,9 +38,9 @@ struct Group::Impl {
 
   /// The texts of all ranks.
   std::vector<std::string> gather(const std::string& text);
-  /// Throws, on all ranks alike, where `error`, a message of this rank, is one on any of them, or
-  /// where fields are not the same on all. Returns the numbers of all ranks.
-  std::vector<std::vector<int64_t>> agree(const std::string& error,
+  /// Throws, on all ranks alike, where any of them has an error, or where fields are not the same
+  /// on all. Returns the numbers of all ranks.
+  std::vector<std::vector<int64_t>> agree(const std::optional<Error>& error,
                                           const distributed::Fields& fields,
                                           const std::vector<int64_t>& numbers);
 

@@ -631,7 +631,7 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   const ConstTensor &cu_q = args.lengths.cu_seqlens_q, &cu_k = args.lengths.cu_seqlens_k;
   const int ranks = group.size();
   std::vector<int64_t> q_ends, k_ends;
-  std::string error;
+  std::optional<Error> error;
   Fields fields;
   try {
     check_supported(args, options);
@@ -688,7 +688,7 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
     same("cu_seqlens_q", fmt::format("({})", fmt::join(q_ends, ", ")));
     same("cu_seqlens_k", fmt::format("({})", fmt::join(k_ends, ", ")));
   } catch (const Error& wrong) {
-    error = wrong.what();
+    error = wrong;
   }
   const auto counts = group.impl().agree(error, fields, {problem.sq, problem.sk});
   const auto rows_by = [&](const char* name, int which, std::vector<int64_t> ends) {

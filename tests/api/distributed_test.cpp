@@ -553,6 +553,10 @@ TEST(DistributedErrors, NameTheRankAndTheArgument) {
       {"sharding: rank 1 has contiguous, rank 0 has zigzag",
        [](auto&, auto&, auto& d) { d.sharding = Sharding::kContiguous; }},
       {"head_ranks: rank 1 has 2, rank 0 has 1", [](auto&, auto&, auto& d) { d.head_ranks = 2; }},
+      {"rank 1: q: got cuda:0, want cpu: groups compute there alone",
+       [](auto& f, auto&, auto&) {
+         f.q.device = {DeviceType::kCuda, 0};
+       }},
       {"rank 1: head_ranks: got 3, want a divisor of the 2 ranks and of the 2 heads of k",
        [](auto&, auto&, auto& d) { d.head_ranks = 3; }},
   };
