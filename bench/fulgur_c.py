@@ -52,7 +52,7 @@ class Options(Struct):
         *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
         *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
         *fields("max_workspace", "chunk", of=ctypes.c_int64), *fields("top_left", of=ctypes.c_int),
-        *fields("score_mod", "mask_mod", "algorithm", of=ctypes.c_char_p),
+        *fields("score_mod", "mask_mod", "algorithm", of=ctypes.c_char_p), *fields("fast_codes", of=ctypes.c_int),
     ]
 
 

@@ -32,6 +32,7 @@ void for_each_option(Visit&& visit, Options& options) {
   visit("softcap", options.softcap);
   visit("dropout_p", options.dropout_p);
   visit("invariant", options.invariant);
+  visit("fast_codes", options.fast_codes);
   visit("max_workspace", options.max_workspace);
   visit("deterministic", options.deterministic);
 }

@@ -45,6 +45,7 @@ void OptionFlags::add_to(CLI::App& command) {
   command.add_flag("--deterministic", deterministic_, "The same bits in every run, gradients too");
   command.add_flag("--invariant", invariant_,
                    "The bits of a sequence depend neither on the batch nor on the threads");
+  command.add_flag("--fast-codes", fast_codes_, "P V of e4m3 tensors in e4m3, too, on Hopper GPUs");
   add_whole(command, "--max-workspace", max_workspace_,
             "Bytes that the call may want besides its tensors; default any number");
   command
@@ -65,6 +66,7 @@ Options OptionFlags::options() const {
   options.dropout_p = dropout_;
   options.deterministic = deterministic_;
   options.invariant = invariant_;
+  options.fast_codes = fast_codes_;
   options.max_workspace = max_workspace_;
   options.algorithm = algorithm_;
   options.threads = threads_;

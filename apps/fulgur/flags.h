@@ -75,7 +75,7 @@ class OptionFlags {
   double softcap_ = 0;
   double dropout_ = 0;
   uint64_t seed_ = 0;
-  bool top_left_ = false, deterministic_ = false, invariant_ = false;
+  bool top_left_ = false, deterministic_ = false, invariant_ = false, fast_codes_ = false;
   int64_t max_workspace_ = 0;
   std::string algorithm_;
   int threads_ = 0;

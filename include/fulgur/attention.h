@@ -53,6 +53,9 @@ struct Options {
   int64_t max_seqlen_q = 0, max_seqlen_k = 0;
   bool deterministic = false;  ///< backward gives the same bits in every run
   bool invariant = false;      ///< a sequence's bits do not depend on the batch or on `threads`
+  /// Codes of e4m3 on Hopper GPUs: P V in e4m3, too, which is faster. V comes to it less its means,
+  /// and with P is off by what e4m3 rounds: about 3% of sqrt(sum p^2 (v - mean)^2) (docs/gpu.md).
+  bool fast_codes = false;
   /// The most bytes that Plan::workspace() may want; 0 = any number. The plan is the fastest one
   /// that fits, and an error says the least where none does.
   int64_t max_workspace = 0;

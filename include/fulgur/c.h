@@ -55,6 +55,7 @@ typedef struct fulgur_options {
   /// index the tensors of the call; null = they stay, all that the mask shows.
   const char *score_mod, *mask_mod;
   const char* algorithm;  ///< null or "" picks; "standard", "fa1", "fa2", "fa3"
+  int fast_codes;         ///< P V of e4m3 codes in e4m3, too, on Hopper GPUs
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows

@@ -204,6 +204,11 @@ _HOW = _rows(
         "a sequence's bits do not depend on its batch or on the number of threads.",
     ),
     (
+        "fast_codes", "bool", False,
+        "P V of float8_e4m3fn arrays in e4m3, too, on Hopper GPUs: faster, and off by what e4m3 rounds of P and "
+        "of V less its mean.",
+    ),
+    (
         "max_workspace", "int", 0,
         "the bytes that the call may want besides its arrays at most; 0 is any number. Gradients on a "
         "GPU then take a slower form that fits; where none does, an error says the minimum.",

@@ -323,6 +323,7 @@ Options convert(const fulgur_options* given, const std::vector<TensorBinding>* t
   if (o.engine != nullptr) options.engine = o.engine;
   if (o.algorithm != nullptr) options.algorithm = o.algorithm;
   options.max_workspace = o.max_workspace;
+  options.fast_codes = o.fast_codes != 0;
   return options;
 }
 

@@ -285,6 +285,7 @@ Problem make_shared(const Args& args, const Options& options) {
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
   p.algorithm = algorithm_called(options.algorithm);
+  p.fast_codes = options.fast_codes;
   p.max_workspace = options.max_workspace;
   if (p.max_workspace < 0) {
     fail("max_workspace", "got {} bytes, want >= 0 (0 = no bound)", p.max_workspace);

@@ -64,6 +64,7 @@ std::string summary(const Problem& p) {
   s += fmt::format(", scale {:.6g}", p.scale);
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
+  if (p.fast_codes) s += ", fast_codes";
   if (p.expressions.changes_scores()) s += ", score_mod " + p.expressions.score_text();
   if (p.expressions.masks()) s += ", mask_mod " + p.expressions.mask_text();
   s += summary(p.cache);

@@ -199,6 +199,23 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.dtype = codes, .d = d, .dv = dv, .mask = causal()}));
     all.push_back(forward_problem(
         {.dtype = codes, .d = d, .dv = dv, .mask = causal(), .bias = DType::kBF16}));
+    for (const bool lengths : {false, true}) {
+      for (const double softcap : {0.0, 9.0}) {
+        for (const Mask& mask : {full(), causal(), chunked(300, causal())}) {
+          all.push_back(forward_problem({.dtype = codes,
+                                         .d = d,
+                                         .dv = dv,
+                                         .mask = mask,
+                                         .softcap = softcap,
+                                         .alibi = softcap > 0,
+                                         .packed = lengths,
+                                         .seqused_q = lengths,
+                                         .seqused = lengths,
+                                         .sinks = lengths,
+                                         .fast_codes = true}));
+        }
+      }
+    }
     for (const double dropout : {0.0, 0.1}) {
       for (const Mask& mask : {window(100, 20), chunked(300, causal())}) {
         all.push_back(forward_problem({.dtype = codes,

@@ -23,6 +23,10 @@ void min_or_nan(Context& c, const Instruction& i) {
   const float a = c.get_float(i.atoms[1]), b = c.get_float(i.atoms[2]);
   c.set_float(i.atoms[0], a != a ? a : b != b ? b : std::min(a, b));
 }
+void max_or_nan(Context& c, const Instruction& i) {
+  const float a = c.get_float(i.atoms[1]), b = c.get_float(i.atoms[2]);
+  c.set_float(i.atoms[0], a != a ? a : b != b ? b : std::max(a, b));
+}
 void ex2(Context& c, const Instruction& i) {
   c.set_float(i.atoms[0], flushed(std::exp2(flushed(c.get_float(i.atoms[1])))));
 }
@@ -48,6 +52,19 @@ void widen_e4m3_pair(Context& c, const Instruction& i) {
   const uint32_t low = f16_of(f32_of_e4m3(static_cast<uint8_t>(codes))),
                  high = f16_of(f32_of_e4m3(static_cast<uint8_t>(codes >> 8)));
   c.set(i.atoms[0], high << 16 | low);
+}
+uint8_t e4m3_of(float x) {
+  uint8_t code;
+  fulgur::Format<fulgur::DType::kE4M3>::put(&code, 0, x);
+  return code;
+}
+void narrow_e4m3_pair(Context& c, const Instruction& i) {
+  const bool halves = i.has("f16x2");
+  const uint64_t pair = halves ? c.get(i.atoms[1]) : 0;
+  const float high =
+                  halves ? f32_of_f16(static_cast<uint16_t>(pair >> 16)) : c.get_float(i.atoms[1]),
+              low = halves ? f32_of_f16(static_cast<uint16_t>(pair)) : c.get_float(i.atoms[2]);
+  c.set(i.atoms[0], e4m3_of(high) << 8 | e4m3_of(low));
 }
 void fma_pair(Context& c, const Instruction& i) {
   uint32_t result = 0;
@@ -84,8 +101,9 @@ void selp(Context& c, const Instruction& i) {
   c.set(i.atoms[0], c.get(c.get(i.atoms[3]) != 0 ? i.atoms[1] : i.atoms[2]));
 }
 void mov(Context& c, const Instruction& i) {
-  c.set(i.atoms[0],
-        i.atoms.size() == 3 ? c.get(i.atoms[2]) << 32 | c.get32(i.atoms[1]) : c.get(i.atoms[1]));
+  c.set(i.atoms[0], i.atoms.size() == 2 ? c.get(i.atoms[1])
+                    : i.has("b64")      ? c.get(i.atoms[2]) << 32 | c.get32(i.atoms[1])
+                                        : c.get(i.atoms[2]) << 16 | (c.get(i.atoms[1]) & 0xffff));
 }
 
 // Memory.
@@ -245,6 +263,7 @@ struct Known {
 constexpr Known kKnown[] = {
     {"ex2.approx.ftz.f32", ex2},
     {"min.NaN.f32", min_or_nan},
+    {"max.NaN.f32", max_or_nan},
     {"lg2.approx.ftz.f32", lg2},
     {"rcp.approx.ftz.f32", rcp},
     {"cvt.rn.bf16x2.f32", narrow_pair},
@@ -253,6 +272,7 @@ constexpr Known kKnown[] = {
     {"cvt.rn.f16.f32", narrow_one},
     {"cvt.f32.", widen_one},
     {"cvt.rn.f16x2.e4m3x2", widen_e4m3_pair},
+    {"cvt.rn.satfinite.e4m3x2.", narrow_e4m3_pair},
     {"fma.rn.bf16x2", fma_pair},
     {"fma.rn.f16x2", fma_pair},
     {"add.rn.f16x2", add_pair},

@@ -62,16 +62,24 @@ struct Elements {
 
 /// Calls act(row or column n, k, address) for each 16 bytes of elements of a 64 x 16 or 16 x N
 /// operand (32 of 8 bits) that lie with each other in shared memory, `count` rows or columns with
-/// k. `across`: k counts rows of 128 bytes, and n their elements, which have 16 bits.
+/// k. `across`: k counts rows of 128 bytes, and n their elements, which have 16 bits. Rows are of
+/// 128 bytes, or of 32, the bytes of a step.
 template <class Act>
 void for_operand(uint64_t descriptor, int count, bool across, int in_16_bytes, const Act& act) {
   const auto start = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const auto leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
   const auto stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
-  if (descriptor >> 62 != 1) fail("a product of an unknown layout");
+  const bool steps = descriptor >> 62 == 3;
+  if (descriptor >> 62 != 1 && !steps) fail("a product of an unknown layout");
   for (int n = 0; n < count; n += across ? in_16_bytes : 1)
     for (int k = 0; k < 2 * in_16_bytes; k += across ? 1 : in_16_bytes) {
       const int row = across ? k : n, column = across ? n : k;
+      if (steps) {
+        const auto at = start + static_cast<uint32_t>(row / 8) * stride +
+                        static_cast<uint32_t>(row % 8 * 32 + column);
+        act(n, k, at ^ (at >> 7 & 1) << 4);
+        continue;
+      }
       act(n, k,
           swizzled(start + static_cast<uint32_t>(row / 8) * stride +
                    static_cast<uint32_t>(row % 8) * 128 +
@@ -109,11 +117,15 @@ void compute(Block& block, const std::vector<Share>& shares, int N, bool A_share
     read_operand(block, shares[0].A, 64, A_across, elements, a[0], 64);
   } else {
     for (int t = 0; t < 128; ++t)
-      for (int k = 0; k < 8; ++k) {
-        const int row = t / 32 * 16 + t % 32 / 4 + k / 2 % 2 * 8,
-                  column = t % 4 * 2 + k % 2 + k / 4 * 8;
-        a[column][row] = elements.wide(
-            static_cast<uint16_t>(shares[static_cast<size_t>(t)].a[k / 2] >> 16 * (k % 2)));
+      for (int word = 0; word < 4; ++word) {
+        const int row = t / 32 * 16 + t % 32 / 4 + word % 2 * 8;
+        const int in_word = elements.in_16_bytes() / 4;
+        for (int i = 0; i < in_word; ++i) {
+          const int column = (t % 4 + word / 2 * 4) * in_word + i;
+          const uint32_t bits = shares[static_cast<size_t>(t)].a[word] >> 32 / in_word * i;
+          a[column][row] = elements.e4m3 ? f32_of_e4m3(static_cast<uint8_t>(bits))
+                                         : elements.wide(static_cast<uint16_t>(bits));
+        }
       }
   }
   read_operand(block, shares[0].B, N, B_across, elements, b[0], kMaxColumns);
@@ -138,7 +150,6 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   const auto registers = static_cast<size_t>(N / 2);
   const Elements elements{i.has("e4m3"), widen(i)};  // e4m3 has no transpositions
   const bool A_shared = i.atoms.size() == registers + (elements.e4m3 ? 5 : 7);
-  if (elements.e4m3 && !A_shared) fail("a product of e4m3 with A in registers");
   const size_t behind_A = registers + (A_shared ? 1 : 4);
   Share mine = {static_cast<float*>(c.variable(i.atoms[0])), {}, 0, 0};
   for (size_t k = 1; k < registers; ++k)

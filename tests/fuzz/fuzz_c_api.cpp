@@ -486,6 +486,7 @@ void fuzz(Reader& in) {
       case 10:
         options.deterministic = in.byte() & 1;
         options.invariant = in.byte() & 1;
+        options.fast_codes = options.invariant;
         if (in.byte() & 1) options.max_workspace = in.wild();
         if (in.byte() & 1) options.chunk = in.wild();
         options.top_left = in.byte() & 1;

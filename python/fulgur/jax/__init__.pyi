@@ -43,6 +43,7 @@ def attention(
     prefix_lens: ArrayLike | None = None,
     deterministic: bool = False,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[False] = False,
 ) -> Array:
@@ -105,6 +106,8 @@ def attention(
             once, through the pages of the first sequence, where that pays. Both or none.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        fast_codes: P V of float8_e4m3fn arrays in e4m3, too, on Hopper GPUs: faster, and off by what
+            e4m3 rounds of P and of V less its mean.
         max_workspace: the bytes that the call may want besides its arrays at most; 0 is any number.
             Gradients on a GPU then take a slower form that fits; where none does, an error says the
             minimum.
@@ -152,6 +155,7 @@ def attention(
     prefix_lens: ArrayLike | None = None,
     deterministic: bool = False,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[True],
 ) -> tuple[Array, Array]: ...
@@ -188,6 +192,7 @@ def attention(
     prefix_lens: ArrayLike | None = None,
     deterministic: bool = False,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: bool,
 ) -> Array | tuple[Array, Array]: ...
@@ -294,6 +299,7 @@ def append_attention(
     prefix_groups: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[False] = False,
 ) -> tuple[Array, Array, Array]:
@@ -307,8 +313,8 @@ def append_attention(
         q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
             rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
             cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
-            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
-            return_lse: as for :func:`fulgur.append_attention`.
+            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, fast_codes,
+            max_workspace, return_lse: as for :func:`fulgur.append_attention`.
 
     Returns:
         (k_cache, v_cache, out), with ``return_lse`` (k_cache, v_cache, out, lse); out and lse are as
@@ -352,6 +358,7 @@ def append_attention(
     prefix_groups: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[True],
 ) -> tuple[Array, Array, Array, Array]: ...
@@ -390,6 +397,7 @@ def append_attention(
     prefix_groups: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: bool,
 ) -> tuple[Array, ...]: ...

@@ -47,6 +47,7 @@ def attention(
     prefix_lens: Tensor | None = None,
     deterministic: bool = False,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[False] = False,
 ) -> Tensor:
@@ -115,6 +116,8 @@ def attention(
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
+        fast_codes: P V of float8_e4m3fn arrays in e4m3, too, on Hopper GPUs: faster, and off by what
+            e4m3 rounds of P and of V less its mean.
         max_workspace: the bytes that the call may want besides its arrays at most; 0 is any number.
             Gradients on a GPU then take a slower form that fits; where none does, an error says the
             minimum.
@@ -162,6 +165,7 @@ def attention(
     prefix_lens: Tensor | None = None,
     deterministic: bool = False,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -199,6 +203,7 @@ def attention(
     prefix_lens: Tensor | None = None,
     deterministic: bool = False,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -304,6 +309,7 @@ def append_attention(
     prefix_groups: Tensor | None = None,
     prefix_lens: Tensor | None = None,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[False] = False,
 ) -> Tensor:
@@ -317,8 +323,8 @@ def append_attention(
         q, k_cache, v_cache, k_new, v_new, cache_seqlens, cu_seqlens_k_new, cos, sin, interleaved,
             rotary_seqlens, causal, window, chunk, top_left, scale, softcap, alibi_slopes, bias, sinks,
             cu_seqlens_q, max_seqlen_q, max_seqlen_k, seqused_q, page_table, page_indptr,
-            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, max_workspace,
-            return_lse: as for :func:`fulgur.append_attention`.
+            cache_batch_idx, leftpad_k, tree_mask, prefix_groups, prefix_lens, invariant, fast_codes,
+            max_workspace, return_lse: as for :func:`fulgur.append_attention`.
 
     Returns:
         As :func:`attention`.
@@ -361,6 +367,7 @@ def append_attention(
     prefix_groups: Tensor | None = None,
     prefix_lens: Tensor | None = None,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -399,6 +406,7 @@ def append_attention(
     prefix_groups: Tensor | None = None,
     prefix_lens: Tensor | None = None,
     invariant: bool = False,
+    fast_codes: bool = False,
     max_workspace: int = 0,
     return_lse: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...

@@ -67,14 +67,17 @@ bool has_cache(const Problem& p) {
          p.packed != p.packed_k;
 }
 
-OperandTypes multiplied(OperandTypes types) {
-  if (is_low_bit(types.v)) types.v = DType::kF16;
+OperandTypes multiplied(const Problem& p) {
+  OperandTypes types = p.dtypes;
   if (is_low_bit(types.k) && !is_low_bit(types.q)) types.q = types.k = DType::kF16;
+  // The share of some keys in the softmax is that of all their scores; a bias has buffers of K.
+  const bool fast = p.fast_codes && is_low_bit(types.q) && p.dropout_p == 0 && !p.has(Arg::kBias);
+  if (is_low_bit(types.v) && !fast) types.v = DType::kF16;
   return types;
 }
 
 KernelKey kernel_key(const Problem& p) {
-  const OperandTypes types = multiplied(p.dtypes);
+  const OperandTypes types = multiplied(p);
   const auto rounded = [](int64_t dim, DType dtype) {
     const int step = kernels::k_step(element_of(dtype));
     return ceil_div(dim, step) * step;

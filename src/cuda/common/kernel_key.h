@@ -85,9 +85,9 @@ struct KernelKey {
 };
 KernelKey kernel_key(const Problem& problem);
 
-/// The dtypes that products take: V of codes comes to those with P as f16, and K to those with a q
-/// that has none.
-OperandTypes multiplied(OperandTypes types);
+/// The dtypes that products take: V of codes comes to those with P as f16, but where the call wants
+/// e4m3 fast (Options::fast_codes), and K to those with a q that has none.
+OperandTypes multiplied(const Problem& problem);
 
 /// The types of its operands as the kernels name them.
 kernels::Operands operands_of(const KernelKey& key);

@@ -7,12 +7,20 @@
 
 #include "cuda/common/launch.h"
 #include "fulgur/error.h"
+#include "kernels/sm90/forward/layout.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {
 
 KernelUse main_kernel(const ForwardPlan& plan) {
   return {{"sm90/forward/forward.cu", kernel_config(plan)}, "fulgur_forward", plan.shared_bytes};
+}
+
+/// V for products of e4m3.
+KernelUse values_kernel(const ForwardPlan& plan) {
+  return {{"sm90/forward/values.cu", kernel_config(plan)},
+          "fulgur_forward_values",
+          kernels::values_shared_bytes(kernels::stretch_keys(plan.block_keys), plan.block_keys)};
 }
 
 }  // namespace
@@ -23,6 +31,7 @@ std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   if (plan.has_padding()) kernels.push_back(padding_kernel());
   if (plan.copies()) kernels.push_back(copy_kernel());
   if (plan.widens_v) kernels.push_back(widen_kernel());
+  if (plan.work.q_tiles > 0 && plan.centers_v()) kernels.push_back(values_kernel(plan));
   return kernels;
 }
 
@@ -37,7 +46,10 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
       workspace_(workspace_of(problem, plan)) {
   set_params(problem);
   set_inputs();
-  if (plan_.work.q_tiles > 0) kernel_ = gpu_.kernel(main_kernel(plan_)).function;
+  if (plan_.work.q_tiles > 0) {
+    kernel_ = gpu_.kernel(main_kernel(plan_)).function;
+    if (plan_.centers_v()) values_kernel_ = gpu_.kernel(values_kernel(plan_)).function;
+  }
   if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel()).function;
 }
 
@@ -56,6 +68,12 @@ void ForwardExecutable::set_params(const Problem& p) {
   params_.k_descale = descale_of(p.k_descale);
   params_.v_descale = descale_of(p.v_descale);
   padding_ = padding_params(p);
+  if (!plan_.centers_v()) return;
+  params_.values = centered_values(p, plan_);
+  values_shared_bytes_ = kernels::values_shared_bytes(static_cast<int>(p.sk), plan_.block_keys);
+  // A CTA for 32 columns of a stretch.
+  const int columns = static_cast<int>(p.batch * p.hk) * plan_.value_dim;
+  values_grid_ = p.sk > 0 ? columns / 32 * params_.values.stretches : 0;
 }
 
 void ForwardExecutable::set_inputs() {
@@ -79,8 +97,8 @@ void ForwardExecutable::set_inputs() {
                    &ForwardParams::q),
              input("k", maps_.k, types.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map,
                    &ForwardParams::k),
-             input("v", maps_.v, types.v, !plan_.copies_v.empty(), v, &ForwardParams::v_map,
-                   &ForwardParams::v)};
+             input("v", maps_.v, types.v, !plan_.copies_v.empty(), v,
+                   plan_.centers_v() ? nullptr : &ForwardParams::v_map, &ForwardParams::v)};
   if (plan_.bias != 0) {
     inputs_.push_back(input("bias", maps_.bias, maps_.bias.dtype, !plan_.copies_bias.empty(), bias,
                             &ForwardParams::bias_map, nullptr));
@@ -94,6 +112,9 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
   p.counters = reinterpret_cast<int*>(workspace);
   p.tickets = p.counters + kernels::kSchedulerCounters;
   p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
+  p.values.image = reinterpret_cast<unsigned char*>(workspace + workspace_.image);
+  p.values.means = reinterpret_cast<float*>(workspace + workspace_.means);
+  p.values.sums = reinterpret_cast<RowSum*>(workspace + workspace_.sums);
   set_tensors(p, args);
   p.expression = expressions_.arguments(args.tensors);
   set_random_numbers(p, run);
@@ -118,6 +139,10 @@ ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& arg
     a.copies[i] = in.copy;
     a.copies[i].from = tensors[i]->data;
     a.copies[i].to = workspace + in.offset;
+    if (in.map == nullptr) {
+      (p.*in.tensor).data = const_cast<void*>(tensors[i]->data);
+      continue;
+    }
     void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape.empty());
     // An empty q or out launches nothing; empty k and v are never read, but their maps must be
     // valid: they lie around out.
@@ -133,6 +158,11 @@ void ForwardExecutable::launch(const Arguments& arguments, CUstream stream) cons
     if (!inputs_[i].copied) continue;
     cuda::launch(stream, inputs_[i].copies, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
                  kCopyThreads, 0, "launching the kernel that copies rows");
+  }
+  if (values_grid_ > 0) {
+    cuda::launch(stream, values_kernel_, &arguments.forward, {values_grid_},
+                 kernels::kValuesThreads, values_shared_bytes_,
+                 "launching the kernel that centres V");
   }
   if (plan_.work.q_tiles > 0) {
     cuda::launch(stream, kernel_, &arguments.forward, {plan_.grid}, plan_.threads(),

@@ -34,10 +34,10 @@ class ForwardExecutable final : public Executable {
     const char* name = "";
     TensorShape shape;  ///< of the copy where it is copied
     bool copied = false;
-    int64_t offset = 0;           ///< of the copy in the workspace
-    ForwardCopyParams copy{};     ///< without addresses
-    CUfunction copies = nullptr;  ///< the kernel that makes the copy
-    TensorMapBlob ForwardParams::*map = nullptr;
+    int64_t offset = 0;                              ///< of the copy in the workspace
+    ForwardCopyParams copy{};                        ///< without addresses
+    CUfunction copies = nullptr;                     ///< the kernel that makes the copy
+    TensorMapBlob ForwardParams::*map = nullptr;     ///< null: TMA does not load it
     StridedTensor ForwardParams::*tensor = nullptr;  ///< null: of the bias
   };
   /// The arguments of one run's kernels.
@@ -58,7 +58,8 @@ class ForwardExecutable final : public Executable {
   ForwardShapes maps_;
   HostMetadata numbers_;
   DeviceExpressions expressions_;
-  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr;
+  CUfunction kernel_ = nullptr, padding_kernel_ = nullptr, values_kernel_ = nullptr;
+  int values_grid_ = 0, values_shared_bytes_ = 0;
   ForwardWorkspace workspace_;
   ForwardParams params_{};  ///< what every run has in common
   ForwardPaddingParams padding_{};

@@ -61,6 +61,8 @@ struct ForwardPlan : ForwardKey, ForwardLaunch {
   bool widens_v = false;  ///< the copy of v is of f16, where v has e4m3
   bool operator==(const ForwardPlan&) const = default;
 
+  /// V comes as an image of key tiles for products of e4m3 (kernels/sm90/forward/values.cuh).
+  bool centers_v() const { return dtypes.v == DType::kE4M3; }
   TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
   /// Whether there are copies of the tensors' own dtypes.
   bool copies() const {

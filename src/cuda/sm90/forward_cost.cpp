@@ -31,17 +31,16 @@ struct KeyTile {
 KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double scores = 64.0 * plan.block_keys;  // of a warpgroup
   // Products of 8 bits are as fast as those of half as many columns of 16.
-  const double dims =
-      plan.head_dim * static_cast<double>(size_of(plan.dtypes.k)) / 2 + plan.value_dim;
+  const int64_t dim_bytes =
+      plan.head_dim * size_of(plan.dtypes.k) + plan.value_dim * size_of(plan.dtypes.v);
+  const double dims = static_cast<double>(dim_bytes) / 2;
   const double product = 2 * scores * dims / kTensorFlops;
   const bool slow = plan.transforms_scores || plan.dropout || plan.scores_hide();
   const double rate = slow ? kTransformScores : kSoftmaxScores;
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
   const double alone = slow ? kTransformScores : waits ? kSoftmaxAlone : kSoftmaxScores;
-  const int64_t key_bytes =
-      plan.head_dim * size_of(plan.dtypes.k) + plan.value_dim * size_of(plan.dtypes.v);
-  const double copy = plan.block_keys * static_cast<double>(key_bytes) / kCopyBytes;
+  const double copy = plan.block_keys * static_cast<double>(dim_bytes) / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);
   // Where softmax binds, that of the other warpgroups goes on meanwhile.

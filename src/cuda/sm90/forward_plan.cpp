@@ -55,8 +55,10 @@ struct Tile {
     kBiased = 8
   };  // but kPlain all take registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
-  int scores;          ///< kDropped: transformed or not; kBiased: that, dropped or not
-  bool codes = false;  ///< of e4m3 alone, whose K leaves room for more keys
+  int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
+  /// Of e4m3 alone, whose K leaves room for more keys, or where P V is, too.
+  enum Codes { kAnyElements, kCodes, kCodesInPV };
+  Codes codes = kAnyElements;
 };
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
 constexpr Tile kTiles[] = {
@@ -72,7 +74,9 @@ constexpr Tile kTiles[] = {
     {64, 192, 128, 2, 128, kAny | Tile::kBiased},
     {128, 192, 192, 2, 80, kAny},
     {128, 256, 256, 2, 64, kAny | Tile::kBiased},
-    {192, 256, 256, 2, 80, kUndropped, true},
+    {192, 256, 256, 2, 80, kUndropped, Tile::kCodes},
+    {96, 128, 128, 3, 96, kUndropped, Tile::kCodesInPV},
+    {128, 256, 256, 2, 96, kUndropped, Tile::kCodesInPV},
     {128, 256, 256, 2, 32, Tile::kBiased},  // a bias of f32
 };
 
@@ -105,8 +109,11 @@ ForwardPlan common(const Problem& p) {
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.widens_v = plan.dtypes.v != p.dtypes.v;
-  plan.pairs = plan.widens_v && plan.bias == 0;  // with a bias K has buffers for longer than V
-  plan.copies_v = plan.widens_v ? "its e4m3 is multiplied as f16" : not_addressable(maps.v);
+  // With a bias K has buffers for longer than V.
+  plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0;
+  plan.copies_v = plan.centers_v() ? ""
+                  : plan.widens_v  ? "its e4m3 is multiplied as f16"
+                                   : not_addressable(maps.v);
   plan.copies_bias = not_addressable(maps.bias);
   return plan;
 }
@@ -202,6 +209,7 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   const int at_once = card.sms * (plan.shares ? plan.residents : 1);
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
+  plan.grid = std::min(at_once, blocks);
   // Parts of a block would depend on how many blocks there are, that is on the batch; and the
   // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
   const bool no_registers = plan.page > 0 && plan.value_dim > kMaxCutPagesDim;
@@ -210,12 +218,12 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
     const double cycles = plan.has_left || plan.has_right
                               ? cut_longest_blocks(cut, cost, at_once, best)
                               : cut_last_blocks(cut, p, cost, at_once, best);
+    cut.grid = std::min(at_once, cut.work.q_tiles);
     if (p.has_room(workspace_of(p, cut).end)) {
       plan = cut;
       best = cycles;
     }
   }
-  plan.grid = std::min(at_once, work.q_tiles);
   return best;
 }
 
@@ -274,9 +282,27 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
                copy(maps.k, plan.dtypes.k, plan.copies_k),
                copy(maps.v, plan.dtypes.v, plan.copies_v),
                copy(maps.bias, maps.bias.dtype, plan.copies_bias)};
+  if (plan.centers_v()) {
+    const CenteredValues v = centered_values(p, plan);
+    const int64_t tiles = p.packed_k ? p.hk * v.head_tiles : p.batch * v.batch_tiles;
+    const int64_t rows = int64_t{plan.grid} * plan.block_rows();
+    at.image = arena.take(tiles * plan.block_keys * plan.value_dim);
+    at.means = arena.take(p.batch * p.hk * v.stretches * plan.value_dim * int64_t{sizeof(float)});
+    const int left = v.stretches > 1 ? v.stretches : 0;
+    at.sums = arena.take(rows * left * int64_t{sizeof(RowSum)});
+  }
   at.numbers = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
+}
+
+CenteredValues centered_values(const Problem& p, const ForwardPlan& plan) {
+  CenteredValues v{};
+  v.head_tiles = p.packed_k ? static_cast<int>(p.total_k / plan.block_keys + p.batch)
+                            : ceil_div(p.sk, plan.block_keys);
+  v.batch_tiles = p.packed_k ? 0 : static_cast<int>(p.hk * v.head_tiles);
+  v.stretches = std::max(ceil_div(p.sk, kernels::stretch_keys(plan.block_keys)), 1);
+  return v;
 }
 
 std::string forward_rejects(const Problem& p) {
@@ -333,10 +359,14 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                                         : Tile::kPlain;
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
-    if (!fits || (tile.scores & scores) == 0 || (tile.codes && !codes)) continue;
+    if (!fits || (tile.scores & scores) == 0) continue;
+    if (tile.codes == Tile::kCodes && !codes) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     Fitting<ForwardPlan> t{common(p), 0, {}};
     if (tile.consumers == 1 && t.plan.value_dim == 112) continue;  // its O leaves no registers
+    const bool centers = t.plan.centers_v();
+    if (centers && tile.block_keys % kernels::k_step(kernels::kE4M3) != 0) continue;
+    if (tile.codes != Tile::kAnyElements && (tile.codes == Tile::kCodesInPV) != centers) continue;
     if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes)) continue;  // nor do these
     t.plan.consumers = tile.consumers;
     t.plan.block_keys = tile.block_keys;
@@ -400,6 +430,10 @@ Explanation describe(const ForwardPlan& plan) {
                    {"v", plan.copies_v},
                    {"bias", plan.copies_bias}},
                   e);
+  if (plan.centers_v()) {
+    e.details.add("centers_v", true);
+    say("P V is multiplied in e4m3: V is centred and laid out for it first");
+  }
   if (plan.page > 0) {
     e.details.add("box_keys", plan.box_keys);
     say(fmt::format("keys lie in pages of {}, which {} names, and come in boxes of {}", plan.page,

@@ -9,17 +9,22 @@
 #include "cuda/common/family.h"
 #include "cuda/common/planned_family.h"
 #include "cuda/sm90/forward_config.h"
+#include "kernels/sm90/forward/params.h"
 
 namespace fulgur::cuda::sm90 {
 
 /// Where things begin in the workspace, in bytes, after the counters and tickets. All 0 where
 /// nothing is launched.
 struct ForwardWorkspace {
-  int64_t partial = 0;              ///< what parts of split blocks leave
-  std::array<int64_t, 4> copies{};  ///< of q, k, v and the bias
-  int64_t numbers = 0, end = 0;     ///< numbers of the host
+  int64_t partial = 0;                     ///< what parts of split blocks leave
+  std::array<int64_t, 4> copies{};         ///< of q, k, v and the bias
+  int64_t image = 0, means = 0, sums = 0;  ///< of V for products of e4m3
+  int64_t numbers = 0, end = 0;            ///< numbers of the host
 };
 ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
+
+/// How V of products of e4m3 lies in the workspace; without addresses.
+CenteredValues centered_values(const Problem& problem, const ForwardPlan& plan);
 
 /// Why sm90/forward/forward.cu does not compute a forward problem, and what it does compute; empty
 /// when it does.

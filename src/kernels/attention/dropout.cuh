@@ -38,7 +38,8 @@ struct Kept {
     asm("prmt.b32 %0, %1, %1, %2;" : "=r"(mask) : "r"(word[i / 16] << i / 2 % 8), "r"(i % 2 ? 0xbbaa : 0x9988));
     return mask;
   }
-  __device__ __forceinline__ void drop(u32 (&P)[columns / 4], int first = 0, int count = columns / 4) const {
+  template <int words>
+  __device__ __forceinline__ void drop(u32 (&P)[words], int first = 0, int count = words) const {
 #pragma unroll
     for (int i = first; i < first + count; ++i) P[i] &= pair(i);
   }

@@ -7,12 +7,18 @@
 
 using ElementP = ElementV;  // of P, which is multiplied with V
 
-// Of a row of P, a thread's columns together, before the maximum moves; f16 holds 65504 at most.
-enum : int { kSumLimit = ElementP::kType == kBF16 ? 1 << 24 : 1 << 12 };
+enum : int {
+  kPWords = kBlockKeys * ElementP::kBytes / 8,  // of a thread's P
+  // Of a row of P, a thread's columns together, before the maximum moves; f16 holds 65504 at most. Of e4m3, which holds
+  // 448, a sum of a fourth of its columns: no number of it is more than that.
+  kSumLimit = ElementP::kType == kE4M3 ? 448 : ElementP::kType == kBF16 ? 1 << 24 : 1 << 12,
+  // P is 2 to this at the maximum: e4m3 has few numbers below 1, and the sum of equal ones is no more than its limit.
+  kTopExponent = ElementP::kType != kE4M3 ? 0 : kBlockKeys > 112 ? 4 : 5,
+};
 
 // Softmax state of the two rows r and r + 8 that a thread shares with its quad.
 struct Rows {
-  float shift[2];  // -max * c, the exponent's offset: P = exp2(c * S + shift). +inf: no key seen yet
+  float shift[2];  // kTopExponent - max * c, the exponent's offset: P = exp2(c * S + shift). +inf: no key seen yet
   float sum[2];    // of this thread's columns
 };
 
@@ -20,13 +26,13 @@ __device__ __forceinline__ Rows rows_without_keys() { return {{infinity(), infin
 
 // Beside products of 8 bits the sums of a tile are taken of the rounded P, two at a time: they bind there. A thread adds
 // so few numbers of a row that sums of f16 are as good as P.
-enum : int { kSumsWords = ElementQ::kType == kE4M3 };
+enum : int { kSumsWords = ElementQ::kType == kE4M3 && ElementP::kType != kE4M3 };
 
 // Sums of the two rows of a tile's P.
-__device__ __forceinline__ void sum_words(const u32 (&P)[kBlockKeys / 4], float& sum0, float& sum1) {
+__device__ __forceinline__ void sum_words(const u32 (&P)[kPWords], float& sum0, float& sum1) {
   u32 a[4];
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 4; ++i) a[i % 4] = i < 4 ? P[i] : ElementP::add(a[i % 4], P[i]);
+  for (int i = 0; i < kPWords; ++i) a[i % 4] = i < 4 ? P[i] : ElementP::add(a[i % 4], P[i]);
   const u32 row0 = ElementP::add(a[0], a[2]), row1 = ElementP::add(a[1], a[3]);
   sum0 = ElementP::low(row0) + ElementP::high(row0);
   sum1 = ElementP::low(row1) + ElementP::high(row1);
@@ -34,13 +40,15 @@ __device__ __forceinline__ void sum_words(const u32 (&P)[kBlockKeys / 4], float&
 
 // P = exp2(c * S + shift), and its sums. `exact` is it at the maximum, P = 1, however large that is: c * S is rounded
 // as it was for the shift. Otherwise an instruction less; then what is off for scores beyond 2^24 shows in the sums.
+// Returns what kSumLimit bounds.
 template <bool exact>
-__device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4], float c,
+__device__ __forceinline__ float exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float c,
                                              float shift0, float shift1, float& sum0, float& sum1) {
   const auto exponential = [c](float s, float shift) {
     return exp2_fast(exact ? __fadd_rn(__fmul_rn(s, c), shift) : __fmaf_rn(s, c, shift));
   };
   float a0, a1, b0, b1;  // four short sums
+  float before[4];       // of e4m3: the word of 16 keys holds two of each 8
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 4) {
     const float p0 = exponential(S[i], shift0);
@@ -53,15 +61,29 @@ __device__ __forceinline__ void exponentials(const float (&S)[kBlockKeys / 2], u
       b0 = i == 0 ? p2 : b0 + p2;
       b1 = i == 0 ? p3 : b1 + p3;
     }
-    P[i / 2] = ElementP::pack(p0, p1);
-    P[i / 2 + 1] = ElementP::pack(p2, p3);
+    if constexpr (ElementP::kType != kE4M3) {
+      P[i / 2] = ElementP::pack(p0, p1);
+      P[i / 2 + 1] = ElementP::pack(p2, p3);
+    } else if (i % 8 == 0) {
+      before[0] = p0, before[1] = p1, before[2] = p2, before[3] = p3;
+    } else {
+      P[i / 4 - 1] = pack_e4m3(before[0], before[1], p0, p1);
+      P[i / 4] = pack_e4m3(before[2], before[3], p2, p3);
+    }
   }
   if constexpr (kSumsWords) {
     sum_words(P, sum0, sum1);
-    return;
+  } else {
+    sum0 = a0 + a1;
+    sum1 = b0 + b1;
   }
-  sum0 = a0 + a1;
-  sum1 = b0 + b1;
+  if constexpr (ElementP::kType == kE4M3) return max_or_nan(max_or_nan(a0, a1), max_or_nan(b0, b1));
+  return sum0 + sum1;
+}
+
+__device__ __forceinline__ float shift_of(float max, float c) {
+  const float at_max = __fmul_rn(quad_max(max), c);
+  return kTopExponent == 0 ? -at_max : kTopExponent - at_max;
 }
 
 // Moves both rows to new maxima. O and the sums were relative to the old ones.
@@ -69,8 +91,8 @@ template <bool first>
 __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, float max0, float max1, float c) {
   const float old0 = rows.shift[0];
   const float old1 = rows.shift[1];
-  const float shift0 = fminf(old0, -__fmul_rn(quad_max(max0), c));
-  const float shift1 = fminf(old1, -__fmul_rn(quad_max(max1), c));
+  const float shift0 = fminf(old0, shift_of(max0, c));
+  const float shift1 = fminf(old1, shift_of(max1, c));
   rows.shift[0] = shift0;
   rows.shift[1] = shift1;
   if (first) return;  // O and the sums are still 0
@@ -86,12 +108,12 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
 // until the sum of some row of the warp says that P has outgrown kSumLimit. Rows without a key so far (shift = +inf)
 // and non-finite scores always say so.
 template <bool first>
-__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kBlockKeys / 4],
+__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
                                              float (&O)[kValueDim / 2], Rows& rows, float c) {
   float sum0, sum1;
   if (!first) {
-    exponentials<false>(S, P, c, rows.shift[0], rows.shift[1], sum0, sum1);
-    const bool settled = sum0 + sum1 <= float(kSumLimit);
+    const bool settled =
+        exponentials<false>(S, P, c, rows.shift[0], rows.shift[1], sum0, sum1) <= float(kSumLimit);
     if (!__any_sync(0xffffffff, !settled)) {  // __all_sync(settled) takes more registers
       rows.sum[0] += sum0;
       rows.sum[1] += sum1;

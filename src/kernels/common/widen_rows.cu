@@ -1,29 +1,14 @@
 // A tensor of e4m3 codes into f16, which has each of their numbers, for products with P of 16 bits. Its rows lie at
 // multiples of 16 bytes, as those of copy_rows.cu.
 #include "common/copy_rows_params.h"
-#include "device/elements.cuh"
+#include "device/codes.cuh"
 
-enum : int { kThreads = 256, kColumns = 8, kRowsAhead = 4 };  // a thread converts 8 columns of 4 rows at a time
+enum : int { kThreads = 256, kRowsAhead = 4 };  // a thread converts 8 columns of 4 rows at a time
 
 __device__ __forceinline__ const unsigned char* head_of_row(const ForwardCopyParams& p, long long row, int head) {
   const long long batch = row / p.rows;
   return static_cast<const unsigned char*>(p.from) + batch * p.batch_stride + (row - batch * p.rows) * p.row_stride +
          head * p.head_stride;
-}
-
-__device__ __forceinline__ uint2 codes_of(const ForwardCopyParams& p, const unsigned char* from, int column,
-                                          bool aligned) {
-  if (aligned && column + kColumns <= p.dim) return *reinterpret_cast<const uint2*>(from + column);
-  u32 x[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kColumns; ++i)
-    if (column + i < p.dim) x[i / 4] |= u32(from[(column + i) * p.column_stride]) << i % 4 * 8;
-  return {x[0], x[1]};
-}
-
-__device__ __forceinline__ uint4 widened(uint2 codes) {
-  const auto pair = [](u32 x, int half) { return e4m3_to_f16(static_cast<unsigned short>(x >> 16 * half)); };
-  return {pair(codes.x, 0), pair(codes.x, 1), pair(codes.y, 0), pair(codes.y, 1)};
 }
 
 // Narrow rows share a CTA's threads, of wide ones a thread has several units of 8 columns.
@@ -35,21 +20,23 @@ extern "C" __global__ void __launch_bounds__(kThreads) fulgur_forward_widen(cons
   const u32 mine = threadIdx.x / threads_of_row;
   if (mine >= rows_at_once) return;
   const long long strides = p.batch_stride | p.row_stride | p.head_stride | reinterpret_cast<long long>(p.from);
-  const bool aligned = p.column_stride == 1 && strides % kColumns == 0;
+  const bool aligned = p.column_stride == 1 && strides % kCodesAtOnce == 0;
   const long long rows = p.batch * p.rows;
   const long long step = (long long)(gridDim.x) * rows_at_once;
   for (long long first = (long long)(blockIdx.x) * rows_at_once + mine; first < rows; first += kRowsAhead * step)
     for (u32 unit = threadIdx.x % threads_of_row; unit < units; unit += threads_of_row) {
       const u32 head = unit / chunks;
-      const int column = int(unit - head * chunks) * kColumns;
+      const int column = int(unit - head * chunks) * kCodesAtOnce;
       uint2 codes[kRowsAhead];
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i)
         if (first + i * step < rows)
-          codes[i] = codes_of(p, head_of_row(p, first + i * step, int(head)), column, aligned);
+          codes[i] = load_codes(head_of_row(p, first + i * step, int(head)) + column * p.column_stride, p.dim - column,
+                                p.column_stride, aligned);
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i)
         if (first + i * step < rows)
-          static_cast<uint4*>(p.to)[(first + i * step) * units + unit] = widened(codes[i]);
+          static_cast<uint4*>(p.to)[(first + i * step) * units + unit] = {
+              e4m3_pair(codes[i], 0), e4m3_pair(codes[i], 1), e4m3_pair(codes[i], 2), e4m3_pair(codes[i], 3)};
     }
 }

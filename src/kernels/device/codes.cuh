@@ -51,3 +51,21 @@ struct Codes {
     return kept;
   }
 };
+
+enum : int { kCodesAtOnce = 8 };  // of a row
+
+// So many codes of a row from `from` on, `stride` bytes apart, of which `count` exist; the others are 0. `aligned`:
+// they lie side by side at a multiple of 8 bytes.
+__device__ __forceinline__ uint2 load_codes(const unsigned char* from, int count, long long stride, bool aligned) {
+  if (aligned && count >= kCodesAtOnce) return *reinterpret_cast<const uint2*>(from);
+  u32 x[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kCodesAtOnce; ++i)
+    if (i < count) x[i / 4] |= u32(from[i * stride]) << i % 4 * 8;
+  return {x[0], x[1]};
+}
+
+// Words of f16 with the numbers of two of eight codes each.
+__device__ __forceinline__ u32 e4m3_pair(uint2 codes, int pair) {
+  return e4m3_to_f16(static_cast<unsigned short>((pair < 2 ? codes.x : codes.y) >> 16 * (pair % 2)));
+}

@@ -59,6 +59,25 @@ __device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) {
   return halves;
 }
 
+// The other way, rounded to the nearest, at most 448.
+__device__ __forceinline__ u32 f16_to_e4m3(u32 halves) {
+  unsigned short codes;
+  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
+  return codes;
+}
+
+// Four numbers as codes of e4m3, `a` in the lowest byte.
+__device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
+  u32 codes;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
+
 template <Element kType>
 __device__ __forceinline__ float to_f32(typename InMemory<kType>::Type x) {
   if constexpr (kType == kF32) {
@@ -128,7 +147,7 @@ struct ElementType {
   }
   // Of words, rounded.
   static __device__ __forceinline__ u32 add(u32 a, u32 b) {
-    u32 sum;
+    u32 sum = 0;
     if constexpr (type == kBF16) asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     if constexpr (type == kF16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;

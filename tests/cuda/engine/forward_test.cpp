@@ -322,6 +322,28 @@ TEST_F(OnFakeGpu, CodesOfVAreWidenedFirst) {
   EXPECT_EQ(p.v_descale.head, 1);
 }
 
+// Their V is centred where it lies, whatever its strides: TMA does not read it.
+TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
+  ForwardCall call = forward_call({.dtype = DType::kE4M3, .sk = 7000, .fast_codes = true});
+  const Plan plan = fulgur::plan(call.args, call.options);
+  EXPECT_TRUE(plan.details().get<bool>("centers_v"));
+  EXPECT_FALSE(plan.details().has("copies"));
+  const ForwardArgs args = placed(call.args, kBase);
+  plan.run(args, call.run);
+  ASSERT_EQ(state_->launches.size(), 2u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_forward_values");
+  const auto p = params<ForwardParams>(1);
+  EXPECT_EQ(p.v.data, args.v.data);
+  EXPECT_EQ(p.values.stretches, 3);  // of 3072 keys
+  const int64_t Bc = plan.details().get<int64_t>("Bc");
+  EXPECT_EQ(p.values.head_tiles, (7000 + Bc - 1) / Bc);
+  EXPECT_EQ(p.values.batch_tiles, 2 * p.values.head_tiles);
+
+  call.options.dropout_p =
+      0.5;  // the share of a stretch in the softmax is not that of what it keeps
+  EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
+}
+
 TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
   const auto expect_refused = [](const ForwardCall& call, const std::string& why) {
     const auto plan = [&] { fulgur::plan(call.args, call.options); };

@@ -44,6 +44,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_decode_combine", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},
     {"fulgur_forward_widen", sizeof(ForwardCopyParams)},
+    {"fulgur_forward_values", sizeof(ForwardParams)},
     {"fulgur_forward_padding", sizeof(ForwardPaddingParams)},
     {"fulgur_backward_prepare", sizeof(BackwardParams)},
     {"fulgur_backward_keys", sizeof(BackwardParams)},

@@ -22,6 +22,7 @@ struct ForwardShape {
   std::optional<DType> bias{};   ///< of each head
   bool bias_of_columns = false;  ///< its queries lie side by side, and not its keys
   int64_t max_workspace = 0;
+  bool fast_codes = false;
   std::uintptr_t base = 0;  ///< where the data of every tensor is said to be
 };
 
@@ -65,6 +66,7 @@ inline ForwardCall forward_call(const ForwardShape& s) {
   call.options.scale = s.scale;
   call.options.softcap = s.softcap;
   call.options.invariant = s.invariant;
+  call.options.fast_codes = s.fast_codes;
   call.options.dropout_p = s.dropout;
   call.options.max_workspace = s.max_workspace;
   if (s.alibi) call.args.alibi_slopes = vector(DType::kF32, s.hq);

@@ -548,6 +548,29 @@ TEST(Sm90Rejects, NamesWhatAndWhatInstead) {
   }
 }
 
+// Products of e4m3 leave the softmax to bind: tiles of many keys, of whole steps of 32.
+TEST(Plan, FastCodesTakeTilesOfManyKeys) {
+  for (const auto& [d, consumers, block_keys] :
+       {std::tuple{64, 3, 128}, {128, 3, 96}, {192, 2, 96}, {256, 2, 96}}) {
+    const Problem p = forward_problem({.dtype = DType::kE4M3,
+                                       .batch = 1,
+                                       .sq = 16384,
+                                       .sk = 16384,
+                                       .hq = 16,
+                                       .hk = 16,
+                                       .d = d,
+                                       .mask = causal(),
+                                       .fast_codes = true});
+    const ForwardPlan plan = choose(p).plan;
+    EXPECT_TRUE(plan.centers_v());
+    EXPECT_EQ(plan.consumers, consumers) << d;
+    EXPECT_EQ(plan.block_keys, block_keys) << d;
+    // Room for V, a mean for each 3072 keys and column, and the sums of rows.
+    const int64_t keys = (p.sk + block_keys - 1) / block_keys * block_keys;
+    EXPECT_GE(workspace_of(p, plan).end, 16 * (keys * d + 6 * d * 4) + plan.grid * 64 * 6 * 8);
+  }
+}
+
 TEST(Sm90Rejects, Caches) {
   const auto why = [](auto change) {
     Problem p = forward_problem({});

@@ -10,6 +10,7 @@
 #include "attention/mask.cuh"
 #include "sm90/forward/output.cuh"
 #include "sm90/forward/pipeline.cuh"
+#include "sm90/forward/values.cuh"
 
 __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Loader load(p, smem);
@@ -97,11 +98,11 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
 }
 
 // O += P V
-__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kPWords], u32 v) {
 #pragma unroll
   for (int step = 0; step < kBlockKeys / ElementV::kStep; ++step)
-    Wgmma<kValueDim, ElementV::kType>::multiply<kAcrossK>(O, P + 4 * step,
-                                                          v + (step * ElementV::kStep * kPanelRowBytes >> 4), 1);
+    Wgmma<kValueDim, ElementV::kType>::multiply<kCentersV ? kInSteps : kAcrossK>(O, P + 4 * step,
+                                                                                v + (step * kVStepBytes >> 4), 1);
   wgmma_commit();
 }
 
@@ -179,10 +180,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const VisibleKeys visible = visible_keys_of_strip(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
-    u32 P[kBlockKeys / 4];
+    u32 P[kPWords];
     const auto adjust_scores = [&](bool rightmost) {
       const int key = walk.tile * kBlockKeys + int(thread_column());
-      if (kHasCodes && scale.first != 1) {
+      if (kHasCodes && (kScoreMode != 0 || scale.first != 1)) {
 #pragma unroll
         for (float& s : S) s *= scale.first;
       }
@@ -208,6 +209,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       mbarrier_arrive_if(smem + kLayout.q_empty, leader);
     };
 
+    const int last_stretch = kCentersV ? walk.tile / kStretchTiles : 0;
     if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
       keys.wait_full();
@@ -224,6 +226,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 
 #pragma unroll 1
       while (walk.next()) {
+        if (kCentersV && (walk.tile + 1) % kStretchTiles == 0) leave_stretch(p, rows, (walk.tile + 1) / kStretchTiles);
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         if constexpr (!kPairs) values.wait_full();
         keys.wait_full();
@@ -254,6 +257,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       wgmma_wait<0>();
       register_fence(O);
       release_values();
+      if (kCentersV)
+        add_means(p, kQStages > 1 ? load_place(view) : place, O, rows, walk.last / kStretchTiles, last_stretch);
     } else if (kQStages > 1) {
       release_q();
     } else {
@@ -262,8 +267,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (kHasLeft) skip(walk.skip_back);
 
     // O = O / sum, LSE = max + log(sum).
-    rows.sum[0] = quad_sum(rows.sum[0]);
-    rows.sum[1] = quad_sum(rows.sum[1]);
+    if (!kCentersV) {
+      rows.sum[0] = quad_sum(rows.sum[0]);
+      rows.sum[1] = quad_sum(rows.sum[1]);
+    }
     if (kQStages > 1) {
       place = load_place(view);
       named_barrier_sync(barrier, 128);  // every warp has read Q
@@ -289,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_forwar
     if (kDropout) store_dropout_key(p, smem + kLayout.dropout_key);
     tma_prefetch_map(&p.q_map);
     tma_prefetch_map(&p.k_map);
-    tma_prefetch_map(&p.v_map);
+    if (!kCentersV) tma_prefetch_map(&p.v_map);
     if (kStore == kStoreTiles) tma_prefetch_map(&p.o_map);
   }
   __syncthreads();

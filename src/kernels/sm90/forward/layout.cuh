@@ -17,6 +17,8 @@ enum : int {
   kVPanels = panels_of(ElementV::kType, kValueDim),
   kOPanels = panels_of(ElementO::kType, kValueDim),
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
+  kCentersV = ElementV::kType == kE4M3,       // V lies in steps (sm90/forward/values.cuh)
+  kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
   kBiasPanels = bias_panels(kBias, kBlockKeys),
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,

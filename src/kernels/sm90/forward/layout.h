@@ -35,6 +35,17 @@ struct ForwardLayout {
   int end, bytes;
 };
 
+// Keys of a stretch, of which V has a mean of its own (sm90/forward/values.cuh): about 3072, in whole tiles.
+FULGUR_SHARED int stretch_keys(int block_keys) { return 3072 / block_keys * block_keys; }
+
+// CTAs of sm90/forward/values.cu keep 32 columns of a stretch: of a step 32 keys of 32 bytes, and as many more, so that
+// words of four steps lie in different banks; and before them a warp's sums of columns, twice.
+enum : int { kValuesThreads = 256, kValuesStepBytes = 33 * 32, kValuesSumsBytes = kValuesThreads / 32 * 32 * 4 };
+FULGUR_SHARED int values_shared_bytes(int keys, int block_keys) {
+  const int tiles = (min_of(keys, stretch_keys(block_keys)) + block_keys - 1) / block_keys;
+  return 2 * kValuesSumsBytes + tiles * block_keys / 32 * kValuesStepBytes;
+}
+
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   ForwardLayout map = {};
   const int o_panels = tile.q_stages > 1 ? panels_of(tile.types.o, tile.value_dim) : 0;
@@ -45,7 +56,8 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   const int bias_tile_bytes = bias_panels(tile.bias, tile.block_keys) * bias_panel_bytes(tile.bias_rows, kStripRows);
   map.strip_bias_bytes = tile.bias_rows ? bias_tile_bytes : 0;
   map.k_bytes += tile.bias_rows ? tile.consumers * bias_tile_bytes : bias_tile_bytes;
-  map.v_bytes = panels_of(tile.types.v, tile.value_dim) * tile.block_keys * kPanelRowBytes;
+  map.v_bytes = tile.types.v == kE4M3 ? tile.value_dim * tile.block_keys  // an image of steps (sm90/forward/values.cuh)
+                                      : panels_of(tile.types.v, tile.value_dim) * tile.block_keys * kPanelRowBytes;
   map.q = 0;
   map.k = map.q + tile.q_stages * map.q_bytes;
   map.v = map.k + tile.k_stages * map.k_bytes;

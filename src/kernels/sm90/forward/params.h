@@ -3,6 +3,7 @@
 //
 // kernel_config.h, generated per plan, holds an anonymous enum of ints:
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
+//                   kElementV of e4m3: P is, too, and V comes as an image (sm90/forward/values.cu)
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zero-filled by the tensor maps
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups, a strip of 64 rows of Q each: Br = 64 * kConsumers
@@ -58,4 +59,23 @@ struct TensorMaps {
   TensorMapBlob bias_map;  // dims {sk, sq, hq, b} or 1  box {a panel's columns, 64 or 1, 1, 1}; unused unless kBias
 };
 
-struct ForwardParams : TensorMaps, AttentionParams {};
+// Of a row over some of its keys, as in attention/softmax.cuh.
+struct RowSum {
+  float shift, sum;
+};
+
+// V for products of e4m3, as sm90/forward/values.cu prepares it.
+struct CenteredValues {
+  unsigned char* image;         // [kv head and sequence][tiles]: key tiles as they lie in shared memory
+  int batch_tiles, head_tiles;  // from a sequence to the next (0 where they are packed), from a kv head to the next
+  int stretches;                // of a sequence at most
+  float* means;                 // [b, hk, stretches, kValueDim]
+  RowSum* sums;                 // [CTAs, rows of a q tile, stretches]
+};
+
+struct ProductValues {
+  CenteredValues values;  // kElementV of e4m3
+};
+
+// What expressions need comes last: of most kernels it is nothing.
+struct ForwardParams : TensorMaps, ProductValues, AttentionParams {};

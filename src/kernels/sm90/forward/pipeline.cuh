@@ -7,6 +7,7 @@
 #include "sm90/ptx/tma.cuh"
 #include "sm90/forward/layout.cuh"
 #include "sm90/forward/params.h"
+#include "sm90/forward/values.cuh"
 
 using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_empty, kQStages>;
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
@@ -22,11 +23,13 @@ struct Keys {
   int first, count;  // in K and V, or in the list of pages
   int head, batch;
   int bias_head, bias_batch;  // where the bias of the q head lies
+  long long image;            // the first tile in the image of V, kCentersV
 };
 
 __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& tile, const Lengths& n) {
   return {n.k_start, n.sk, tile.head / p.group, kPackedK ? 0 : tile.batch, p.bias.head == 0 ? 0 : tile.head,
-          p.bias.batch == 0 ? 0 : tile.batch};
+          p.bias.batch == 0 ? 0 : tile.batch,
+          kCentersV ? first_image_tile(p, tile.batch, tile.head / p.group, n.k_start) : 0};
 }
 
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
@@ -137,6 +140,15 @@ struct Loader {
     v.wait_empty();
     const u32 full = v.full();
     const u32 buffer = v.address();
+    if constexpr (kCentersV) {
+      if (elect_one()) {
+        mbarrier_arrive_expect(full, kLayout.v_bytes);
+        const unsigned char* const tile = p.values.image + (keys.image + key_tile) * kLayout.v_bytes;
+        bulk_load(buffer, tile, kLayout.v_bytes, full, Keep::kLong);
+      }
+      v.advance();
+      return;
+    }
     const int valid = keys.count - key_tile * kBlockKeys;
     const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     const u32 landed = clear ? smem + kLayout.v_tail : full;

@@ -19,9 +19,12 @@ __device__ __forceinline__ u32 operand_descriptor(u32 shared, u32 leading_bytes)
   return (leading_bytes >> 4) << 16 | (shared & 0x3ffff) >> 4;
 }
 #define FULGUR_DESCRIPTOR_HIGH "0x40000040"
+// The same of one in steps: rows of 32 bytes, 256 bytes between groups of 8 of them.
+#define FULGUR_STEP_DESCRIPTOR_HIGH "0xc0000010"
 
-// How an operand lies in shared memory; the instruction's transpose bit.
-enum Lies : int { kAlongK = 0, kAcrossK = 1 };
+// How an operand lies in shared memory: of the first two, the instruction's transpose bit. kInSteps: along k, in rows
+// of one step, swizzled likewise.
+enum Lies : int { kAlongK = 0, kAcrossK = 1, kInSteps };
 
 // Both operands are of one type.
 template <int N, Element type>
@@ -88,8 +91,8 @@ struct Wgmma;
                    : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(+B_lies));                     \
     }                                                                                                                  \
   };
-// Operands of e4m3 lie along k.
-#define FULGUR_WGMMA_OF_E4M3(N, R, a, b, c, ...)                                                                        \
+// Operands of e4m3 lie along k, B with A in registers in steps.
+#define FULGUR_WGMMA_OF_E4M3(N, R, a, b, c, d, e, f, g)                                                                \
   template <>                                                                                                          \
   struct Wgmma<N, kE4M3> {                                                                                             \
     template <Lies A_lies, Lies B_lies>                                                                                \
@@ -101,6 +104,16 @@ struct Wgmma;
                    "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FULGUR_T##R "}, A, B, keep, 1, 1;}"     \
                    : FULGUR_O##R                                                                                       \
                    : "r"(A), "r"(B), "r"(keep));                                                                       \
+    }                                                                                                                  \
+    template <Lies B_lies>                                                                                             \
+    static __device__ __forceinline__ void multiply(float (&D)[R], const u32* A, u32 B, int keep) {                    \
+      static_assert(B_lies == kInSteps);                                                                               \
+      asm volatile("{.reg .pred keep; .reg .b64 B; setp.ne.b32 keep, %" #f ", 0;\n"                                    \
+                   "mov.b64 B, {%" #e ", " FULGUR_STEP_DESCRIPTOR_HIGH "};\n"                                          \
+                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FULGUR_T##R                            \
+                   "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1;}"                                          \
+                   : FULGUR_O##R                                                                                       \
+                   : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep));                                   \
     }                                                                                                                  \
   };
 #define FULGUR_WGMMA(N, R, ...)                         \

@@ -1,0 +1,77 @@
+// P V in e4m3. Its sums keep 13 bits below their largest term and cut off the rest of the others, so that n keys lose
+// n / 2^16 of what they add up to. Numbers of both signs lose as much of either: the keys of a sequence are cut into
+// stretches, and V of a stretch is 2 W + M + what W rounds, with M of a channel such that this has mean 0. The products
+// take W, in codes, and the share of a stretch in the softmax takes its M in f32 in the end.
+#pragma once
+#include "attention/pages.cuh"
+#include "attention/softmax.cuh"
+#include "sm90/forward/layout.cuh"
+#include "sm90/forward/params.h"
+
+enum : int {
+  kStretchKeys = stretch_keys(kBlockKeys),
+  kStretchTiles = kStretchKeys / kBlockKeys,
+};
+
+// The tile of the image at which a sequence begins. Packed, each has room for one more than its rows fill.
+__device__ __forceinline__ long long first_image_tile(const ForwardParams& p, int batch, int kv_head, int k_start) {
+  const CenteredValues& v = p.values;
+  return (long long)(kv_head) * v.head_tiles + (long long)(batch) * v.batch_tiles +
+         (kPackedK ? k_start / kBlockKeys + batch : 0);
+}
+
+// Where the means of a sequence begin.
+__device__ __forceinline__ float* means_of(const ForwardParams& p, int batch, int kv_head) {
+  const int kv_heads = p.hq / p.group;
+  return p.values.means + ((long long)(batch) * kv_heads + kv_head) * p.values.stretches * kValueDim;
+}
+
+// This thread's sums of row r, or of r + 8; of a stretch each.
+__device__ __forceinline__ RowSum* sums_of_row(const ForwardParams& p, int half) {
+  const int row = (blockIdx.x * kConsumers + consumer()) * kStripRows + warp_row() + thread_row() + 8 * half;
+  return p.values.sums + (long long)(row) * p.values.stretches;
+}
+
+// After the last tile of a stretch that is not the row's last: its sum begins anew.
+__device__ __forceinline__ void leave_stretch(const ForwardParams& p, Rows& rows, int stretch) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float sum = quad_sum(rows.sum[half]);
+    if (threadIdx.x % 4 == 0) sums_of_row(p, half)[stretch] = {rows.shift[half], sum};
+    rows.sum[half] = 0;
+  }
+}
+
+// O of W becomes O of V, and the sums, of this thread's columns of stretch `first` alone, those of rows. The row has
+// left the stretches after it, up to `last`.
+__device__ __forceinline__ void add_means(const ForwardParams& p, const Place& place, float (&O)[kValueDim / 2],
+                                          Rows& rows, int first, int last) {
+  __syncwarp();
+  const float* means = means_of(p, place.batch, place.head / p.group) + thread_column();
+  float sum[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < kValueDim / 2; ++i) O[i] *= 2;
+#pragma unroll 1
+  for (int stretch = first; stretch <= last; ++stretch) {
+    float weight[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (stretch == first) {
+        weight[half] = quad_sum(rows.sum[half]);
+      } else {
+        const RowSum left = sums_of_row(p, half)[stretch];
+        weight[half] = left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[half] - left.shift);
+      }
+      sum[half] += weight[half];
+    }
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; i += 4) {  // 8 columns
+      const float* mean = means + stretch * kValueDim + 2 * i;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) O[i + j] += weight[j / 2] * mean[j % 2];
+    }
+  }
+  rows.sum[0] = sum[0];
+  rows.sum[1] = sum[1];
+  __syncwarp();  // before the next row's sums take the place of these
+}
