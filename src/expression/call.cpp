@@ -136,6 +136,11 @@ std::span<const Expressions::TensorLayout> Expressions::layouts() const {
   return parts_->tensors;
 }
 
+std::span<const Expressions::TensorLayout> Expressions::gradient_layouts() const {
+  if (!given()) return {};
+  return parts_->gradients;
+}
+
 std::vector<TensorBinding> Expressions::bound(std::span<const TensorBinding> bindings) const {
   std::vector<TensorBinding> in_order;
   if (!given()) return in_order;

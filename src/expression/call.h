@@ -64,6 +64,8 @@ class Expressions {
   CallGraph graph(bool backward) const;
   /// Of the tensors, in the order of the graph, as they were planned for.
   std::span<const TensorLayout> layouts() const;
+  /// Of their gradients; those that are not wanted have rank 0.
+  std::span<const TensorLayout> gradient_layouts() const;
   /// The tensors of a call, in the order of the graph, and where their gradients go.
   std::vector<TensorBinding> bound(std::span<const TensorBinding> bindings) const;
 

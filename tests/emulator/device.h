@@ -140,6 +140,16 @@ inline int atomicAdd(int* at, int x) {
   *at += x;
   return before;
 }
+inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long x) {
+  const unsigned long long before = *at;
+  *at += x;
+  return before;
+}
+inline int atomicMax(int* at, int x) {
+  const int before = *at;
+  if (before < x) *at = x;
+  return before;
+}
 inline float atomicAdd(float* at, float x) {
   const float before = *at;
   *at += x;

@@ -47,7 +47,6 @@ int64_t AnyBackwardKey::dq_accum_floats(int64_t rows) const {
 
 std::string backward_rejects(const Problem& p) {
   if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
-  if (p.expressions.wants_gradients()) return "computes no gradients of tensors of score_mod";
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }

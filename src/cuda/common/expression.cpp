@@ -39,26 +39,84 @@ class Printer {
 
   /// The value of a root as a function of the place and, where it may need it, of the score.
   std::string function(const char* name, int root, bool of_score) {
+    return fmt::format(
+        "template <class Place>\n__device__ __forceinline__ {} {}(const Place& at{}) {{\n{}}}\n",
+        type_text(graph_.nodes[root].type()), name, of_score ? ", float score" : "",
+        statements({root}) + fmt::format("  return t{};\n", root));
+  }
+
+  /// For each gradient of a tensor: its addend of a score, the element that it is added to, and
+  /// whether rows (1) and keys (2) decide which that is.
+  std::string gradients(const std::vector<CallGraph::Scatter>& scatters) {
+    const std::vector<int> decide = places_of_nodes();
+    std::string addends, elements, tensors, places;
+    int count = 0;
+    for (const auto& [gather, derivative] : scatters) {
+      const Node& of = node(gather);
+      const auto indices = std::span(of.operands).first(of.count);
+      const auto shape = std::span(layouts_[of.tensor].shape).first(of.count);
+      if (std::ranges::find(shape, 0) != shape.end()) continue;
+      addends += fmt::format("  if constexpr (gradient == {}) {{\n{}  return t{};\n  }}\n", count,
+                             statements({derivative}), derivative);
+      std::string list;
+      int decides = 0;
+      for (const int index : indices) {
+        list += fmt::format(", t{}", index);
+        decides |= decide[index];
+      }
+      elements +=
+          fmt::format("  if constexpr (gradient == {}) {{\n{}  return at.element({}{});\n  }}\n",
+                      count, statements({indices.begin(), indices.end()}), of.tensor, list);
+      tensors += fmt::format("{}, ", of.tensor);
+      places += fmt::format("{}, ", decides);
+      ++count;
+    }
+    constexpr const char* kFunction =
+        "template <int gradient, class Place>\n__device__ __forceinline__ {} {}(const Place& at, "
+        "float "
+        "score) {{\n{}}}\n";
+    return fmt::format("enum : int {{ kTensorGradients = {} }};\n", count) +
+           fmt::format("__device__ constexpr int kGradientTensor[] = {{{}-1}};\n", tensors) +
+           fmt::format("__device__ constexpr int kGradientPlaces[] = {{{}-1}};\n", places) +
+           fmt::format(kFunction, "float", "expression_gradient", addends) +
+           fmt::format(kFunction, "int", "expression_element", elements);
+  }
+
+ private:
+  /// Those that make the values of roots.
+  std::string statements(const std::vector<int>& roots) {
     uses_.assign(graph_.nodes.size(), 0);
-    uses_[root] = 1;
-    for (int n = root; n >= 0; --n) {
+    for (const int root : roots) ++uses_[root];
+    const int last = std::ranges::max(roots);
+    for (int n = last; n >= 0; --n) {
       for (int i = 0; uses_[n] > 0 && i < graph_.nodes[n].count; ++i) {
         ++uses_[graph_.nodes[n].operands[i]];
       }
     }
     std::string body;
-    for (int n = 0; n <= root; ++n) {
+    for (int n = 0; n <= last; ++n) {
       if (uses_[n] == 0 || is_fused(n) || is_divisor(n)) continue;
       body += fmt::format("  const {} t{} = {};\n", type_text(graph_.nodes[n].type()), n, value(n));
     }
-    return fmt::format(
-        "template <class Place>\n__device__ __forceinline__ {} {}(const Place& at{}) {{\n{}  "
-        "return "
-        "t{};\n}}\n",
-        type_text(graph_.nodes[root].type()), name, of_score ? ", float score" : "", body, root);
+    return body;
   }
 
- private:
+  /// Whether rows (1) and keys (2) decide about each node.
+  std::vector<int> places_of_nodes() const {
+    std::vector<int> places;
+    for (const Node& of : graph_.nodes) {
+      const Symbol symbol = of.content.symbol;
+      int decide = 0;
+      if (of.op() == Op::kSymbol) {
+        const bool both = symbol == Symbol::kDelta || symbol == Symbol::kScore;
+        decide = both ? 3 : symbol == Symbol::kQ ? 1 : symbol == Symbol::kK ? 2 : 0;
+      }
+      for (int i = 0; i < of.count; ++i) decide |= places[of.operands[i]];
+      places.push_back(decide);
+    }
+    return places;
+  }
+
   const Node& node(int n) const { return graph_.nodes[n]; }
   bool is_float(int n) const { return node(n).type() == Type::kFloat; }
   static bool divides(const Node& node) {
@@ -269,6 +327,7 @@ DeviceExpressions::DeviceExpressions(const Problem& p) : expressions_(p.expressi
     const Node& slope = call.graph.nodes[call.by_score];
     has_slope_ = slope.op() != Op::kLiteral || slope.content.value != 1;
     if (has_slope_) text_ += printer.function("expression_slope", call.by_score, true);
+    if (!call.scatters.empty()) text_ += printer.gradients(call.scatters);
   }
   words_ = std::move(printer.words);
 }

@@ -17,8 +17,8 @@ KernelUse keys_kernel(const BackwardPlan& plan) {
           plan.shared_bytes};
 }
 
-/// Its tiles are 64 queries and 64 keys, whatever those of the kernel by keys are.
-KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
+/// Of kernels whose tiles are 64 queries and 64 keys, whatever those of the kernel by keys are.
+BackwardKey key_of_tiles(const BackwardPlan& plan) {
   BackwardKey key;
   static_cast<KernelKey&>(key) = plan;
   key.block_rows = key.block_keys = kernels::kPortableBiasTile;
@@ -26,6 +26,11 @@ KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
   key.whole_columns = plan.whole_columns;
   key.dq_by_fours = plan.dq_by_fours;
   key.early_starts = plan.early_starts;
+  return key;
+}
+
+KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
+  const BackwardKey key = key_of_tiles(plan);
   const int shared_bytes =
       kernels::portable_bias_layout(operands_of(key), key.head_dim, key.value_dim).bytes;
   return {{"portable/backward/bias_gradient.cu", kernel_config(key)},
@@ -62,6 +67,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   row_kernels_ = RowKernels(problem, plan_, plan_, /*rounds=*/true, gpu_);
   keys_ = gpu_.kernel(keys_kernel(plan_)).function;
   if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
+  tensor_gradients_ = ExpressionGradients(problem, key_of_tiles(plan_), gpu_);
   if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
 }
 
@@ -133,6 +139,7 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
     launch(stream, bias_gradient_, &p, {static_cast<int>(grid)}, kThreads,
            bias_gradient_kernel(plan_).shared_bytes, "launching the kernel of dbias");
   }
+  tensor_gradients_.launch(stream, p, args, lease.data + workspace_.tensor_sums);
 }
 
 Explanation BackwardExecutable::explain() const {

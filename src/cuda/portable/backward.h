@@ -7,6 +7,7 @@
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/gpu.h"
 #include "cuda/portable/backward_plan.h"
+#include "cuda/portable/expression_gradients.h"
 #include "engine/engine.h"
 #include "kernels/common/copy_rows_params.h"
 
@@ -44,6 +45,7 @@ class BackwardExecutable final : public Executable {
   Reasons reasons_;
   HostMetadata metadata_;
   DeviceExpressions expressions_;
+  ExpressionGradients tensor_gradients_;
   BackwardWorkspace workspace_;
   RowKernels row_kernels_;
   CUfunction keys_ = nullptr, bias_gradient_ = nullptr, copy_ = nullptr;

@@ -7,6 +7,7 @@
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/portable/backward_cost.h"
+#include "cuda/portable/expression_gradients.h"
 
 namespace fulgur::cuda::portable {
 namespace {
@@ -99,7 +100,8 @@ TileId BackwardPlan::tile() const {
 }
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
-  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
+  const bool of_tensors = p.expressions.wants_gradients();
+  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias && !of_tensors) return {};
   BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t rows = p.hq * plan.statistics_rows;
@@ -114,6 +116,7 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   };
   at.copies = {copy(shapes.q, plan.copies_q), copy(shapes.k, plan.copies_k),
                copy(shapes.v, plan.copies_v), copy(shapes.dout, plan.copies_dout)};
+  at.tensor_sums = arena.take(ExpressionGradients::bytes(p));
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;

@@ -15,6 +15,7 @@ struct BackwardWorkspace {
   int64_t shift = 0, delta = 0;  ///< statistics of rows
   int64_t dq_accum = 0, dq_semaphore = 0;
   std::array<int64_t, 4> copies{};  ///< of q, k, v and dout
+  int64_t tensor_sums = 0;          ///< of gradients of the tensors of expressions
   int64_t metadata = 0, end = 0;    ///< metadata of the host
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);

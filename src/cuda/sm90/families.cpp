@@ -19,9 +19,11 @@ namespace {
 /// Whether one kernel computes all sequences of a forward pass.
 bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
 
-/// Derivatives of scores are f16 here, which is enough for those of softcap alone.
+/// Derivatives of scores are f16 here, which is enough for those of softcap alone, and the tensors
+/// of expressions get no gradients.
 bool is_backward(const Problem& p) {
-  return p.pass == Pass::kBackward && !DeviceExpressions(p).has_slope();
+  return p.pass == Pass::kBackward && !p.expressions.wants_gradients() &&
+         !DeviceExpressions(p).has_slope();
 }
 
 Explanation described(Explanation many, const Explanation& few) {

@@ -69,6 +69,17 @@ struct ExpressionPlace {
       at += Offset(min(max(index[i], 0), t.last[i])) * Offset(t.stride[i]);
     return Type::value(static_cast<const typename Type::Memory*>(t.data)[at]);
   }
+
+  // The number of an element in its tensor, row-major, its indices clamped.
+  template <class... Index>
+  __device__ __forceinline__ int element(int tensor, Index... indices) const {
+    const ExpressionTensor& t = arguments.tensors[tensor];
+    const int index[] = {indices...};
+    int at = 0;
+#pragma unroll
+    for (int i = 0; i < int(sizeof...(Index)); ++i) at = at * (t.last[i] + 1) + min(max(index[i], 0), t.last[i]);
+    return at;
+  }
 #endif
 
   // NaN where an operand is.

@@ -4,6 +4,13 @@
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
+// What turns f32 numbers, the largest of which has the bits `largest`, into integers of 64 bits of which 2^log_count
+// may be added.
+__device__ __forceinline__ double unit_of(int largest, int log_count) {
+  const int exponent = (largest >> 23) - 126;
+  return __longlong_as_double((long long)(1023 + 62 - log_count - exponent) << 52);
+}
+
 __device__ __forceinline__ float min_or_nan(float a, float b) {
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));

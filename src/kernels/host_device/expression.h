@@ -10,17 +10,27 @@ namespace fulgur::kernels {
 
 constexpr int kMaxExpressionTensors = 8, kMaxExpressionRank = 4, kMaxExpressionWords = 128;
 
+// Sums for the gradient of a tensor, row-major, as integers: in units of 2^-n that the largest addend allows.
+struct ExpressionSums {
+  long long* sums;
+  int* largest;            // bits of the largest |addend|
+  unsigned char* spoiled;  // 1: some addend is no finite number
+};
+
 // A tensor that expressions index.
 struct ExpressionTensor {
   const void* data;
   long long stride[kMaxExpressionRank];  // elements
   int last[kMaxExpressionRank];          // the last index of each dimension
+  ExpressionSums sums;                   // where a gradient is wanted
 };
 
 struct ExpressionArguments {
 #if !defined(__CUDACC__) || defined(FULGUR_EXPRESSIONS)
   ExpressionTensor tensors[kMaxExpressionTensors];
   int words[kMaxExpressionWords];  // bits of literals
+  int log_scores;                  // of the scores that may enter a sum: 2^log_scores at most
+  bool finds_largest;              // addends are only looked at
 #endif
 };
 

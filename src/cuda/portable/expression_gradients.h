@@ -1,0 +1,33 @@
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/expression.h"
+#include "cuda/common/launch.h"
+#include "cuda/device/gpu.h"
+#include "cuda/portable/backward_config.h"
+#include "kernels/backward/params.h"
+
+namespace fulgur::cuda::portable {
+
+/// The kernels that compute gradients of the tensors that score_mod indexes, if any are wanted.
+class ExpressionGradients {
+ public:
+  ExpressionGradients() = default;
+  /// `key`: of tiles of 64 queries and 64 keys.
+  ExpressionGradients(const Problem& problem, const BackwardKey& key, Gpu& gpu);
+
+  /// Bytes of the sums in a workspace.
+  static int64_t bytes(const Problem& problem);
+
+  /// Puts them on the stream; `params`: of the call; `sums`: their part of the workspace.
+  void launch(CUstream stream, BackwardParams params, const BackwardArgs& args, char* sums) const;
+
+ private:
+  expression::Expressions expressions_;
+  CUfunction add_ = nullptr, round_ = nullptr;
+  int ctas_ = 0, shared_bytes_ = 0, log_scores_ = 0, round_ctas_ = 0;
+  int64_t bytes_ = 0;
+};
+
+}  // namespace fulgur::cuda::portable

@@ -1,0 +1,136 @@
+// The gradients of tensors that score_mod indexes, on every GPU since Ampere: dS times the derivative of the score by an
+// element, summed over all scores that it enters. S and dS are computed again (score_tiles.cuh).
+//
+// A CTA takes 64 queries of a head, and walks their key tiles. What rows or keys alone decide about an element is first
+// summed in registers and among lanes; other scores add one by one, but for warps whose scores enter the same element.
+// Sums are integers, in units that the largest addend allows, which a first launch finds: whatever the order, the same
+// bits come.
+#include "portable/backward/score_tiles.cuh"
+
+template <int number>
+struct Gradient {
+  enum : int { kNumber = number, kOfRows = kGradientPlaces[number] & 1, kOfKeys = kGradientPlaces[number] >> 1 & 1 };
+};
+
+template <int number, class Use>
+__device__ __forceinline__ void for_each_gradient(const Use& use) {
+  if constexpr (number < kTensorGradients) {
+    use(Gradient<number>{});
+    for_each_gradient<number + 1>(use);
+  }
+}
+
+__device__ __forceinline__ float sum_of_warp(float x, int from) {
+#pragma unroll
+  for (int lanes = from; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffff, x, lanes);
+  return x;
+}
+
+// Adds to the sum of an element, or notes how large an addend is.
+__device__ __forceinline__ void add_to_element(const BackwardParams& p, int tensor, int element, float x) {
+  const ExpressionSums& s = p.expression.tensors[tensor].sums;
+  if (x == 0) return;
+  if (!(fabsf(x) < infinity())) {
+    s.spoiled[element] = 1;
+  } else if (p.expression.finds_largest) {
+    atomicMax(s.largest, __float_as_int(fabsf(x)));
+  } else {
+    const double units = __dmul_rn(double(x), unit_of(*s.largest, p.expression.log_scores));
+    atomicAdd(reinterpret_cast<unsigned long long*>(s.sums + element), static_cast<unsigned long long>((long long)(units)));
+  }
+}
+
+// The sums of a thread for rows r and r + 8, of gradients whose elements keys do not decide.
+using RowSums = float[max_of(kTensorGradients, 1)][2];
+
+// Adds a tile: products in X, and dS.
+__device__ __forceinline__ void add_tile(const BackwardParams& p, const float (&X)[kBlockKeys / 2],
+                                         const float (&dS)[kBlockKeys / 2], const ScoreContext& at, RowSums& rows) {
+  for_each_gradient<0>([&](auto gradient) {
+    using G = decltype(gradient);
+    constexpr int kTensor = kGradientTensor[G::kNumber];
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; i += 4) {
+#pragma unroll
+      for (int column = 0; column < 2; ++column) {
+        float of_key = 0;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int j = i + 2 * half + column;
+          const auto place = expression_place(p, at.moved(8 * half, i / 4 * 8 + column));
+          const float before = __fmul_rn(capped_score(p, at.moved(8 * half, i / 4 * 8 + column), X[j]), 0.693147180559945f);
+          const float x = dS[j] == 0 ? 0 : dS[j] * p.p_scale * expression_gradient<G::kNumber>(place, before);
+          if constexpr (!G::kOfKeys) {
+            rows[G::kNumber][half] += x;
+          } else if constexpr (!G::kOfRows) {
+            of_key += x;
+          } else {
+            const int element = expression_element<G::kNumber>(place, before);
+            if (__all_sync(0xffffffff, element == __shfl_sync(0xffffffff, element, 0))) {
+              const float sum = sum_of_warp(x, 1);
+              if (threadIdx.x % 32 == 0) add_to_element(p, kTensor, element, sum);
+            } else {
+              add_to_element(p, kTensor, element, x);
+            }
+          }
+        }
+        if constexpr (G::kOfKeys && !G::kOfRows) {
+          const float sum = sum_of_warp(of_key, 4);
+          const auto place = expression_place(p, at.moved(0, i / 4 * 8 + column));
+          if (thread_row() == 0) add_to_element(p, kTensor, expression_element<G::kNumber>(place, 0), sum);
+        }
+      }
+    }
+  });
+}
+
+// Adds what a thread has summed for its rows.
+__device__ __forceinline__ void add_rows(const BackwardParams& p, const ScoreContext& at, RowSums& rows) {
+  for_each_gradient<0>([&](auto gradient) {
+    using G = decltype(gradient);
+    if constexpr (!G::kOfKeys) {
+      constexpr int kTensor = kGradientTensor[G::kNumber];
+      float (&sums)[2] = rows[G::kNumber];
+      if constexpr (!G::kOfRows) {
+        const float sum = sum_of_warp(sums[0] + sums[1], 1);
+        const int element = expression_element<G::kNumber>(expression_place(p, at), 0);
+        if (threadIdx.x % 32 == 0) add_to_element(p, kTensor, element, sum);
+      } else {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float sum = quad_sum(sums[half]);
+          const int element = expression_element<G::kNumber>(expression_place(p, at.moved(8 * half, 0)), 0);
+          if (threadIdx.x % 4 == 0) add_to_element(p, kTensor, element, sum);
+        }
+      }
+    }
+  });
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+// Grid: row tiles of all heads.
+extern "C" __global__ void __launch_bounds__(kThreads)
+    fulgur_expression_gradients(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
+  const int row_tiles = (p.sq + kBlockRows - 1) / kBlockRows;
+  const int row = int(blockIdx.x) % row_tiles * kBlockRows;
+  const int head = int(blockIdx.x) / row_tiles % p.hq;
+  const int batch = int(blockIdx.x) / row_tiles / p.hq;
+  const Lengths n = lengths_of(p, batch);
+  if (row >= n.sq) return;
+  const KeyTiles seen = key_tiles(band_of(p), n, kBlockKeys, row, min(row + kBlockRows, n.sq) - 1);
+  const ScoreHead of_head = score_head(p, n, batch, head);
+  const int query = row + int(warp_row() + thread_row());
+  const int diagonal = diagonal_of(band_of(p), n, query);
+  RowSums rows = {};
+#pragma unroll 1
+  for (int tile = seen.begin; tile < seen.end; ++tile) {
+    float X[kBlockKeys / 2];
+    float dS[kBlockKeys / 2] = {};
+    add_score_tile(p, smem, dS, X, batch, head, row, tile * kBlockKeys, n);
+    add_tile(p, X, dS, score_context(of_head, query, diagonal, tile * kBlockKeys + int(thread_column())), rows);
+  }
+  add_rows(p, score_context(of_head, query, diagonal, 0), rows);
+}
