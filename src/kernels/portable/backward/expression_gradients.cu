@@ -12,14 +12,6 @@ struct Gradient {
   enum : int { kNumber = number, kOfRows = kGradientPlaces[number] & 1, kOfKeys = kGradientPlaces[number] >> 1 & 1 };
 };
 
-template <int number, class Use>
-__device__ __forceinline__ void for_each_gradient(const Use& use) {
-  if constexpr (number < kTensorGradients) {
-    use(Gradient<number>{});
-    for_each_gradient<number + 1>(use);
-  }
-}
-
 __device__ __forceinline__ float sum_of_warp(float x, int from) {
 #pragma unroll
   for (int lanes = from; lanes < 32; lanes *= 2) x += __shfl_xor_sync(0xffffffff, x, lanes);
@@ -44,10 +36,11 @@ __device__ __forceinline__ void add_to_element(const BackwardParams& p, int tens
 using RowSums = float[max_of(kTensorGradients, 1)][2];
 
 // Adds a tile: products in X, and dS.
+template <int number = 0>
 __device__ __forceinline__ void add_tile(const BackwardParams& p, const float (&X)[kBlockKeys / 2],
                                          const float (&dS)[kBlockKeys / 2], const ScoreContext& at, RowSums& rows) {
-  for_each_gradient<0>([&](auto gradient) {
-    using G = decltype(gradient);
+  if constexpr (number < kTensorGradients) {
+    using G = Gradient<number>;
     constexpr int kTensor = kGradientTensor[G::kNumber];
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; i += 4) {
@@ -81,13 +74,15 @@ __device__ __forceinline__ void add_tile(const BackwardParams& p, const float (&
         }
       }
     }
-  });
+    add_tile<number + 1>(p, X, dS, at, rows);
+  }
 }
 
 // Adds what a thread has summed for its rows.
+template <int number = 0>
 __device__ __forceinline__ void add_rows(const BackwardParams& p, const ScoreContext& at, RowSums& rows) {
-  for_each_gradient<0>([&](auto gradient) {
-    using G = decltype(gradient);
+  if constexpr (number < kTensorGradients) {
+    using G = Gradient<number>;
     if constexpr (!G::kOfKeys) {
       constexpr int kTensor = kGradientTensor[G::kNumber];
       float (&sums)[2] = rows[G::kNumber];
@@ -104,7 +99,8 @@ __device__ __forceinline__ void add_rows(const BackwardParams& p, const ScoreCon
         }
       }
     }
-  });
+    add_rows<number + 1>(p, at, rows);
+  }
 }
 
 extern __shared__ __align__(1024) unsigned char raw[];
