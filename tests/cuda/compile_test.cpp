@@ -758,6 +758,79 @@ TEST_F(Compile, KernelsOfThePapersAreClean) {
   expect_clean(portable_kernels(all, tiles), 6, /*few_spills=*/true);
 }
 
+/// Every kernel of every candidate of some problems on the first card of each target.
+std::vector<Wanted> candidates_on(std::initializer_list<const char*> targets,
+                                  const std::vector<Problem>& problems) {
+  std::vector<Wanted> kernels;
+  for (const char* name_of_target : targets) {
+    const Target target = target_called(name_of_target, "target", nvrtc_capabilities());
+    Card card = architecture_of(target).cards.front();
+    card.target = target;
+    std::set<std::string> seen;
+    for (const Problem& problem : problems) {
+      std::vector<std::string> rejected;
+      const Candidates all =
+          all_candidates(problem, families_of(target, problem.algorithm), card, &rejected);
+      EXPECT_FALSE(all.empty()) << target.name() << fmt::format(" {}", fmt::join(rejected, "; "));
+      for (const auto& candidate : all) {
+        for (const KernelUse& use : candidate->kernels()) {
+          if (seen.insert(name(use.request)).second) kernels.push_back({use.request, target});
+        }
+      }
+    }
+  }
+  return kernels;
+}
+
+// With expressions, whose text is written for each call.
+TEST_F(Compile, KernelsWithExpressionsAreClean) {
+  static float elements[2 * 4096];
+  const Device device{DeviceType::kCuda, 0};
+  const TensorSymbol table("table", DType::kF32, 2), doc("doc", DType::kI32, 2);
+  const Tensor biases = Tensor::contiguous(elements, DType::kF32, {8, 32}, device);
+  std::vector<TensorBinding> tensors = {
+      {"table", biases, {}},
+      {"doc", Tensor::contiguous(elements, DType::kI32, {2, 1024}, device), {}}};
+  Options scores, masks;
+  scores.score_mod =
+      parse_expression("tanh(score / 30) * 30 + table[h, t5_bucket(delta, 32, 128)]", {table});
+  masks.mask_mod = parse_expression("doc[b, q] == doc[b, k] && delta > -300", {doc});
+  std::vector<Problem> problems;
+  for (const int64_t d : {64, 128}) {
+    for (Problem p : {forward_problem({.d = d}), backward_problem({.d = d})}) {
+      const expression::Caller caller{device, p.pass == Pass::kBackward};
+      tensors[0].grad = caller.backward ? biases : Tensor{};
+      p.expressions = expression::Expressions(scores, std::span(tensors).first(1), caller);
+      problems.push_back(p);
+      p.expressions = expression::Expressions(masks, std::span(tensors).last(1), caller);
+      problems.push_back(p);
+    }
+  }
+  expect_clean(candidates_on({"sm_80", "sm_120", "sm_90a"}, problems), 6, /*few_spills=*/true);
+}
+
+// Decoding over caches of codes.
+TEST_F(Compile, KernelsOfCodesAreClean) {
+  static float scale = 1;
+  const Device device{DeviceType::kCuda, 0};
+  std::vector<Problem> problems;
+  for (const DType codes : {DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4}) {
+    for (const int64_t d : {64, 128}) {
+      for (const int64_t groups : {0, 1, 2}) {  // no scales, of tokens, of halves of their columns
+        test::ForwardCall call = test::forward_call({.sq = 1, .sk = 8192, .d = d});
+        for (ConstTensor* t : {&call.args.k, &call.args.v})
+          *t = Tensor::contiguous(nullptr, codes, {2, 8192, 2, d}, device);
+        if (groups > 0) {
+          call.args.descales.k_descale = call.args.descales.v_descale =
+              Tensor::contiguous(&scale, DType::kF16, {2, 8192, 2, groups}, device);
+        }
+        problems.push_back(make_problem(call.args, call.options));
+      }
+    }
+  }
+  expect_clean(candidates_on({"sm_90a"}, problems), 4, /*few_spills=*/true);
+}
+
 // Of append, merge and the like, on every device that runs them, and as PTX.
 TEST_F(Compile, KernelsOfNoTileAreClean) {
   constexpr size_t kSample = 20;

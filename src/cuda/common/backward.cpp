@@ -79,6 +79,7 @@ void set_problem(const Problem& p, AnyBackwardKey& key, AnyBackwardPlan& plan) {
   key.has_dlse = p.has(Arg::kDlse);
   plan.dsinks = p.has(Arg::kDsinks);
   plan.dbias = p.has(Arg::kDbias);
+  plan.dtensors = p.expressions.wants_gradients();
   plan.statistics_rows = statistics_rows(p);
   const BackwardShapes maps = backward_shapes(p);
   plan.copies_q = not_addressable(maps.q);

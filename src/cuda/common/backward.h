@@ -58,6 +58,7 @@ struct AnyBackwardPlan {
   std::string copies_q, copies_k, copies_v, copies_dout, copies_bias;
   bool dsinks = false;      ///< the gradient of the sinks is wanted
   bool dbias = false;       ///< that of the bias is
+  bool dtensors = false;    ///< those of tensors that score_mod indexes are
   int statistics_rows = 0;  ///< of a q head
   bool operator==(const AnyBackwardPlan&) const = default;
 

@@ -1,6 +1,7 @@
 #include "cuda/portable/backward.h"
 
 #include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "cuda/common/launch.h"
@@ -44,6 +45,8 @@ std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan), prepare_kernel(plan), round_kernel(plan)};
   if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
   if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
+  if (plan.dtensors)
+    std::ranges::move(expression_gradient_kernels(key_of_tiles(plan)), std::back_inserter(kernels));
   if (plan.copies()) kernels.push_back(copy_kernel());
   return kernels;
 }

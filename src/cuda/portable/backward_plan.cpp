@@ -100,8 +100,7 @@ TileId BackwardPlan::tile() const {
 }
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
-  const bool of_tensors = p.expressions.wants_gradients();
-  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias && !of_tensors) return {};
+  if (p.nothing_to_do() && !plan.dsinks && !plan.dbias && !plan.dtensors) return {};
   BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t rows = p.hq * plan.statistics_rows;

@@ -47,6 +47,10 @@ KernelUse round_kernel() {
 
 }  // namespace
 
+std::vector<KernelUse> expression_gradient_kernels(const BackwardKey& key) {
+  return {add_kernel(key), round_kernel()};
+}
+
 int64_t ExpressionGradients::bytes(const Problem& p) {
   int64_t bytes = 0;
   for (const auto& gradient : p.expressions.gradient_layouts()) {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "cuda/common/expression.h"
 #include "cuda/common/launch.h"
@@ -10,11 +11,14 @@
 
 namespace fulgur::cuda::portable {
 
-/// The kernels that compute gradients of the tensors that score_mod indexes, if any are wanted.
+/// The kernels that compute gradients of the tensors that score_mod indexes. `key`: of tiles of 64
+/// queries and 64 keys.
+std::vector<KernelUse> expression_gradient_kernels(const BackwardKey& key);
+
+/// Their launches, if any gradient is wanted.
 class ExpressionGradients {
  public:
   ExpressionGradients() = default;
-  /// `key`: of tiles of 64 queries and 64 keys.
   ExpressionGradients(const Problem& problem, const BackwardKey& key, Gpu& gpu);
 
   /// Bytes of the sums in a workspace.

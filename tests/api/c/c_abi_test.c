@@ -33,7 +33,7 @@ FIELD(fulgur_distribution, struct_size, 0, 8);
 FIELD(fulgur_distribution, sharding, 8, 4);
 FIELD(fulgur_distribution, head_ranks, 12, 4);
 
-SIZE(fulgur_options, 136);
+SIZE(fulgur_options, 144);
 FIELD(fulgur_options, struct_size, 0, 8);
 FIELD(fulgur_options, window_left, 8, 8);
 FIELD(fulgur_options, window_right, 16, 8);
@@ -52,6 +52,7 @@ FIELD(fulgur_options, top_left, 104, 4);
 FIELD(fulgur_options, score_mod, 112, 8);
 FIELD(fulgur_options, mask_mod, 120, 8);
 FIELD(fulgur_options, algorithm, 128, 8);
+FIELD(fulgur_options, fast_codes, 136, 4);
 
 SIZE(fulgur_var_len, 40);
 FIELD(fulgur_var_len, struct_size, 0, 8);
