@@ -6,13 +6,16 @@
 #include "portable/forward/params.h"
 
 // O, l and m of FlashAttention make a round trip to memory for every key block. [b, hq, row tile of 64].
-struct Fa1Params : PortableForwardParams {
+struct Fa1Memory {
   float* o_rows;      // O as the threads hold it: [kValueDim / 8][thread][4]
   float* statistics;  // {-m in units of log2, l} of each row
   int row_tiles;      // of the longest sequence
   int slices;         // CTAs of a head, of so many row tiles each
   int slice_tiles;
 };
+
+// What expressions need comes last: of most kernels it is nothing.
+struct Fa1Params : Fa1Memory, PortableForwardParams {};
 
 namespace fulgur::kernels {
 
