@@ -97,6 +97,7 @@ TEST_F(DocumentedDetails, AreAll) {
 
   add_forward({.mask = chunked(400, window(300, 5)), .softcap = 9, .dropout = 0.5});
   add_forward({.mask = top_left(causal())});
+  add_forward({.dtype = DType::kE4M3, .fast_codes = true});
   add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
   add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});
   for (const int64_t sq : {1, 700}) {
