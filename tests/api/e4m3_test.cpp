@@ -154,7 +154,8 @@ class Codes : public testing::TestWithParam<std::tuple<Case, EngineInfo>> {
   std::string why_refused;
 };
 
-// P V in e4m3, too: P, and V less its mean, are off by what that rounds, half of one in 8 at most.
+// P V in e4m3, too: P, and V less its mean, are each off by what that rounds, half of one in 8 at
+// most, where a row has few keys; errors of many keep each other small.
 class FastCodes : public Codes {};
 
 TEST_P(FastCodes, AreAttendedAsTheirNumbers) {
@@ -170,7 +171,7 @@ TEST_P(FastCodes, AreAttendedAsTheirNumbers) {
   if (!computes(call)) GTEST_SKIP() << why_refused;
   const double t = tolerance(c.dtype) + kProducts;
   EXPECT_TRUE(
-      within("out", w.forward.out, e.reference.out, e.naive.out, 2, (t + 0x1p-5) * e.unit.out));
+      within("out", w.forward.out, e.reference.out, e.naive.out, 2, (t + 0x1p-3) * e.unit.out));
   EXPECT_TRUE(within("lse", w.forward.lse, e.reference.lse, {}, 0, t * e.unit.lse));
   const std::vector<double> out = read(w.forward.out);
   double squares = 0;
@@ -289,7 +290,10 @@ TEST_P(CodedCalls, DescalesMayBeAnything) {
         const std::vector<double> got = read(w.forward.out);
         for (size_t n = 0; n < want.size(); ++n) {
           if (std::isfinite(want[n])) {
-            const double size = of == &ForwardTensors::v_descale ? std::fabs(x) : 1;
+            // Softcap leaves the signs of scores alone then, and a GPU's sum of 13 bits may have
+            // the other sign near 0: what a key of a row's adds.
+            const bool signs = softcap > 0 && x == 1e30 && of != &ForwardTensors::v_descale;
+            const double size = of == &ForwardTensors::v_descale ? std::fabs(x) : signs ? 5 : 1;
             ASSERT_NEAR(got[n], want[n], 2e-2 * size + 1e-44) << n;
           } else {
             ASSERT_FALSE(std::isfinite(got[n])) << n << " got " << got[n] << " want " << want[n];
