@@ -28,7 +28,7 @@ using distributed::Shipment;
 
 namespace {
 
-constexpr int64_t kSteps = 4;  // of heads, by which transfers hide behind products
+constexpr int64_t kSteps = 4;  // of heads: the transfers of one run during the products of another
 
 const char* name_of(Sharding sharding) {
   switch (sharding) {
