@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "call/problem.h"
+#include "distributed/sharding.h"
+#include "distributed/shipment.h"
+#include "fulgur/distributed/plan.h"
+
+namespace fulgur {
+namespace distributed {
+
+/// Heads [begin, begin + count).
+struct Heads {
+  int64_t begin = 0, count = 0;
+};
+
+}  // namespace distributed
+
+struct DistributedPlan::Impl {
+  template <class Args>
+  Impl(const Args& args, const Options& in_options, const Group& in_group, const Distribution& in);
+
+  /// The kv heads that a rank computes in a step.
+  distributed::Heads heads(int rank, int64_t step) const {
+    const int64_t all = problem.hk / head_ranks, first = rank % head_ranks * all;
+    const int64_t begin = step * all / steps, end = (step + 1) * all / steps;
+    return {first + begin, end - begin};
+  }
+  /// The q heads of these.
+  distributed::Heads q_heads(const distributed::Heads& kv) const {
+    return {kv.begin * problem.group(), kv.count * problem.group()};
+  }
+  bool same_node(int a, int b) const { return a / head_ranks == b / head_ranks; }
+  /// Whether a rank has the queries of another one, for its heads: the backward pass by gathered
+  /// queries has all.
+  bool has_queries_of(int computing, int source) const {
+    return gathers_queries() || same_node(computing, source);
+  }
+  bool gathers_queries() const { return problem.pass == Pass::kBackward && problem.invariant; }
+  /// Where a run of a rank lies among the queries that rank `computing` has.
+  int64_t place(int computing, int source, const distributed::RowRun& run) const {
+    if (gathers_queries()) return q_rows.row(run);
+    int64_t at = run.place;
+    for (int r = computing / head_ranks * head_ranks; r < source; ++r) at += q_rows.count(r);
+    return at;
+  }
+  int64_t queries() const {
+    if (gathers_queries()) return q_rows.total();
+    int64_t rows = 0;
+    for (int r = 0; r < group.size(); ++r) rows += same_node(r, me) ? q_rows.count(r) : 0;
+    return rows;
+  }
+  DType sum_dtype() const { return problem.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
+
+  Group group;
+  int me;
+  Options options;
+  Problem problem;  ///< of the rows of this rank, as a call of its own
+  Sharding sharding;
+  int head_ranks;
+  bool packed = false;
+  distributed::Rows q_rows, k_rows;
+  int64_t steps = 1;
+  int64_t step_bytes = 0;  ///< memory of a step
+  ForwardArgs planned_forward;
+  BackwardArgs planned_backward;
+};
+
+namespace distributed {
+
+/// Memory of a step; without a base it only counts.
+class StepMemory {
+ public:
+  explicit StepMemory(std::byte* base) : base_(base) {}
+  Part rows(DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
+    return take(
+        {nullptr, dtype, {batch, rows, heads, dim}, {rows * heads * dim, heads * dim, dim, 1}});
+  }
+  Part lse(DType dtype, int64_t batch, int64_t rows, int64_t heads) {
+    return take({nullptr, dtype, {batch, rows, heads, 1}, {rows * heads, 1, rows, 1}});
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  Part take(Part part) {
+    if (base_ != nullptr) part.data = base_ + used_;
+    used_ += (part.bytes() + 63) / 64 * 64;
+    return part;
+  }
+  std::byte* base_;
+  int64_t used_ = 0;
+};
+
+/// What a rank computes with in a step: some queries and all keys, of some heads.
+struct Step {
+  Part q, k, v, out, lse;            // both passes
+  Part dout, dlse, dq, dk, dv;       // backward; dk and dv: sums, or gradients
+  Part unused_dq, part_dk, part_dv;  // of a call
+
+  Step(const DistributedPlan::Impl& plan, StepMemory& arena, int64_t step) {
+    const Problem& p = plan.problem;
+    const int64_t batch = p.batch, queries = plan.queries(), keys = plan.k_rows.total();
+    const int64_t hk = plan.heads(plan.me, step).count, hq = hk * p.group();
+    q = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+    k = arena.rows(p.dtypes.k, batch, keys, hk, p.d);
+    v = arena.rows(p.dtypes.v, batch, keys, hk, p.dv);
+    out = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
+    if (p.has(Arg::kLse)) lse = arena.lse(p.lse_dtype(), batch, queries, hq);
+    if (p.pass == Pass::kForward) return;
+    dout = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
+    if (p.has(Arg::kDlse)) dlse = arena.lse(p.lse_dtype(), batch, queries, hq);
+    dq = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+    const bool gathers = plan.gathers_queries();
+    const DType gradient = gathers ? p.dtypes.k : plan.sum_dtype();
+    dk = arena.rows(gradient, batch, keys, hk, p.d);
+    dv = arena.rows(gradient, batch, keys, hk, p.dv);
+    if (gathers) unused_dq = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+    part_dk = arena.rows(gradient, batch, keys, hk, p.d);
+    part_dv = arena.rows(gradient, batch, keys, hk, p.dv);
+  }
+};
+
+/// A call of all ranks, with arguments like the planned ones.
+void run_plan(const DistributedPlan::Impl& plan, const ForwardArgs& args, const Run& run);
+void run_plan(const DistributedPlan::Impl& plan, const BackwardArgs& args, const Run& run);
+
+}  // namespace distributed
+}  // namespace fulgur
