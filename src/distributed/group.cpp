@@ -8,6 +8,12 @@
 #include "distributed/sockets.h"
 
 namespace fulgur {
+
+void distributed::check_rank(int rank, int ranks) {
+  if (ranks < 1) fail("ranks", "got {}, want at least 1", ranks);
+  if (rank < 0 || rank >= ranks) fail("rank", "got {}, want 0 to {}", rank, ranks - 1);
+}
+
 namespace {
 
 using distributed::Fields;
@@ -34,11 +40,6 @@ class Nobody final : public Transport {
                 std::span<const std::span<std::byte>>) override {}
   void abort(const std::string&) override {}
 };
-
-void check_rank(int rank, int ranks) {
-  if (ranks < 1) fail("ranks", "got {}, want at least 1", ranks);
-  if (rank < 0 || rank >= ranks) fail("rank", "got {}, want 0 to {}", rank, ranks - 1);
-}
 
 /// A number of the environment.
 std::optional<int> number(const char* name) {
@@ -77,7 +78,7 @@ Group Group::from_env(double deadline) {
 }
 
 Group Group::connect(int rank, int ranks, const std::string& host, int port, double deadline) {
-  check_rank(rank, ranks);
+  distributed::check_rank(rank, ranks);
   if (!(deadline > 0)) fail("deadline", "got {}, want a number of seconds > 0", deadline);
   if (ranks == 1) return Group(std::make_shared<Impl>(0, 1, std::make_unique<Nobody>()));
   return Group(std::make_shared<Impl>(
@@ -85,8 +86,8 @@ Group Group::connect(int rank, int ranks, const std::string& host, int port, dou
 }
 
 Group Group::from_exchange(int rank, int ranks, Exchange exchange) {
-  check_rank(rank, ranks);
-  if (!exchange) fail("exchange", "not given");
+  distributed::check_rank(rank, ranks);
+  if (!exchange) fail("exchange", "not given, want a function");
   return Group(
       std::make_shared<Impl>(rank, ranks, std::make_unique<Callback>(std::move(exchange))));
 }

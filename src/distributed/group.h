@@ -19,6 +19,9 @@ namespace fulgur::distributed {
 /// Names and values that must be the same on all ranks, in a fixed order.
 using Fields = std::vector<std::pair<std::string, std::string>>;
 
+/// Throws Error(kInvalidArgument) where there is no such rank.
+void check_rank(int rank, int ranks);
+
 }  // namespace fulgur::distributed
 
 namespace fulgur {

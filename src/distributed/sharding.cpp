@@ -5,6 +5,7 @@
 
 #include "base/check.h"
 #include "call/mask.h"
+#include "distributed/group.h"
 
 namespace fulgur::distributed {
 namespace {
@@ -106,8 +107,7 @@ namespace {
 
 std::vector<int64_t> rows_of(Sharding sharding, std::vector<int64_t> ends, int ranks, int rank,
                              const Mask& mask) {
-  if (ranks < 1) fail("ranks", "got {}, want at least 1", ranks);
-  if (rank < 0 || rank >= ranks) fail("rank", "got {}, want 0 to {}", rank, ranks - 1);
+  distributed::check_rank(rank, ranks);
   const int64_t first = ends.front();
   const distributed::Rows all(sharding, std::move(ends), ranks, mask);
   std::vector<int64_t> rows;

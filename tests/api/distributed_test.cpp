@@ -597,7 +597,8 @@ TEST(DistributedErrors, Groups) {
             "ranks: got 0, want at least 1");
   EXPECT_EQ(message_of([] { Group::connect(0, 2, "127.0.0.1", 1, 0); }),
             "deadline: got 0, want a number of seconds > 0");
-  EXPECT_EQ(message_of([] { Group::from_exchange(0, 1, {}); }), "exchange: not given");
+  EXPECT_EQ(message_of([] { Group::from_exchange(0, 1, {}); }),
+            "exchange: not given, want a function");
   const int port = free_port();
   EXPECT_EQ(message_of([&] { Group::connect(0, 2, "127.0.0.1", port, 0.1); }),
             "rank 1 did not come within the deadline");

@@ -208,28 +208,20 @@ std::vector<Case> coded(std::vector<Case> cases) {
   return cases;
 }
 
-INSTANTIATE_TEST_SUITE_P(Small, Codes,
-                         testing::Combine(testing::ValuesIn(coded(small_cases())),
-                                          testing::ValuesIn(engines_here())),
-                         name);
-INSTANTIATE_TEST_SUITE_P(Large, Codes,
-                         testing::Combine(testing::ValuesIn(coded(large_cases())),
-                                          testing::ValuesIn(engines_here())),
-                         name);
+auto on(std::vector<Case> cases, std::vector<EngineInfo> engines) {
+  return testing::Combine(testing::ValuesIn(coded(std::move(cases))), testing::ValuesIn(engines));
+}
 
 std::vector<EngineInfo> gpus() {
   std::vector<EngineInfo> engines = engines_here();
   std::erase_if(engines, [](const EngineInfo& e) { return e.name != "cuda"; });
   return engines;
 }
-INSTANTIATE_TEST_SUITE_P(Small, FastCodes,
-                         testing::Combine(testing::ValuesIn(coded(small_cases())),
-                                          testing::ValuesIn(gpus())),
-                         name);
-INSTANTIATE_TEST_SUITE_P(Large, FastCodes,
-                         testing::Combine(testing::ValuesIn(coded(large_cases())),
-                                          testing::ValuesIn(gpus())),
-                         name);
+
+INSTANTIATE_TEST_SUITE_P(Small, Codes, on(small_cases(), engines_here()), name);
+INSTANTIATE_TEST_SUITE_P(Large, Codes, on(large_cases(), engines_here()), name);
+INSTANTIATE_TEST_SUITE_P(Small, FastCodes, on(small_cases(), gpus()), name);
+INSTANTIATE_TEST_SUITE_P(Large, FastCodes, on(large_cases(), gpus()), name);
 
 class CodedCalls : public EveryEngine {
  protected:

@@ -187,14 +187,10 @@ struct Widened {
   static constexpr int64_t kStep = is_low_bit(kDType) ? 32 : kLanes;
 
   /// Of blocks of codes: codes, and the scale of theirs.
-  static HWY_INLINE Vector code(const char* row, int64_t c)
-    requires(has_block_scales(kDType))
-  {
+  static HWY_INLINE Vector code(const char* row, int64_t c) requires(has_block_scales(kDType)) {
     return load_block_codes<kDType>(row, c);
   }
-  static HWY_INLINE Vector scale(const char* row, int64_t c)
-    requires(has_block_scales(kDType))
-  {
+  static HWY_INLINE Vector scale(const char* row, int64_t c) requires(has_block_scales(kDType)) {
     return block_scale<kDType>(row, c);
   }
   static HWY_INLINE Vector key(const char* row, int64_t c) { return load_numbers<kDType>(row, c); }
@@ -325,8 +321,8 @@ HWY_INLINE void add_vectors(const V32 (&V)[kCount][kVectors], const float* HWY_R
   }
 }
 
-/// O[c] += sum_k P[k] V_k[c] of one row, for kVectors vectors from column `c` of blocks of codes, whose scales are
-/// multiplied with P.
+/// O[c] += sum_k P[k] V_k[c] of one row, for kVectors vectors from column `c` of blocks of codes,
+/// whose scales are multiplied with P.
 template <DType kDType, int kVectors, int kCount>
 HWY_INLINE void add_blocks(const char* const (&V)[kCount], int64_t c, const float* HWY_RESTRICT P,
                            int64_t ldp, float* HWY_RESTRICT O) {
@@ -520,13 +516,16 @@ HWY_INLINE void with_numbers(const Task& first, const DecodeOperand& of, int64_t
   }
 }
 
-/// `rows` numbers of each of `count` keys, `ld` apart, times the scale of the key; scales are `step` apart.
+/// `rows` numbers of each of `count` keys, `ld` apart, times the scale of the key; scales are
+/// `step` apart.
 template <class Scale>
-HWY_INLINE void descale_keys(const Scale* HWY_RESTRICT scale, int64_t step, int64_t count, int64_t rows,
-                             float* HWY_RESTRICT to, int64_t ld) {
+HWY_INLINE void descale_keys(const Scale* HWY_RESTRICT scale, int64_t step, int64_t count,
+                             int64_t rows, float* HWY_RESTRICT to, int64_t ld) {
   const auto value = [](Scale x) {
-    if constexpr (std::is_same_v<Scale, float>) return x;
-    else return f32_from_f16(x);
+    if constexpr (std::is_same_v<Scale, float>)
+      return x;
+    else
+      return f32_from_f16(x);
   };
   if (rows == 1) {
     for (int64_t i = 0; i < count; ++i, scale += step, to += ld) *to *= value(*scale);
@@ -551,9 +550,11 @@ HWY_NOINLINE inline void descale_scores(const Task& first, const DecodeOperand& 
       const int64_t at = scale.at.offset(first.b, kv, run.entry, run.row, kv, 0);
       float* const to = S + r;
       if (scale.at.dtype == DType::kF32) {
-        descale_keys(static_cast<const float*>(scale.data) + at, step, run.count, rows, to, all.width);
+        descale_keys(static_cast<const float*>(scale.data) + at, step, run.count, rows, to,
+                     all.width);
       } else {
-        descale_keys(static_cast<const uint16_t*>(scale.data) + at, step, run.count, rows, to, all.width);
+        descale_keys(static_cast<const uint16_t*>(scale.data) + at, step, run.count, rows, to,
+                     all.width);
       }
     }
     S += run.count * all.width;
