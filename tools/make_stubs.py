@@ -124,6 +124,7 @@ def install_as(
 ) -> Callable[[], None]: ...
 ''',
     "torch": '''\
+def enable_flex(enabled: bool = True) -> None: ...
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -134,6 +135,8 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
 ) -> Any: ...
 ''',
     "jax": '''\

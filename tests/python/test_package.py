@@ -154,7 +154,7 @@ def functions_of(body, owner):
 # Those of each module, and of its classes.
 STUBS = {
     "fulgur": {*FUNCTIONS, *_expressions.FUNCTIONS, "astype", "run", "dequantize", "explain", "details", "workspace"},
-    "fulgur.torch": {"append", "append_attention", "attention", "flex_attention", "scores"},
+    "fulgur.torch": {"append", "append_attention", "attention", "enable_flex", "flex_attention", "scores"},
     "fulgur.jax": {"append", "append_attention", "attention", "dot_product_attention"},
 }
 

@@ -17,6 +17,6 @@ values are read by ``forward_cached``, which has no gradient, and written by ``a
 
 from fulgur.torch import _flops, _random, _sdpa, _vmap  # noqa: F401  which register with PyTorch
 from fulgur.torch._calls import append, append_attention, attention, scores
-from fulgur.torch._flex import flex_attention
+from fulgur.torch._flex import enable_flex, flex_attention
 
-__all__ = ["append", "append_attention", "attention", "flex_attention", "scores"]
+__all__ = ["append", "append_attention", "attention", "enable_flex", "flex_attention", "scores"]

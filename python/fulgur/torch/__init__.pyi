@@ -9,6 +9,7 @@ __all__ = [
     "append",
     "append_attention",
     "attention",
+    "enable_flex",
     "flex_attention",
     "scores",
 ]
@@ -124,8 +125,9 @@ def attention(
         return_lse: return ``(out, lse)``.
 
     Returns:
-        out, contiguous; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq,
-        sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
+        out, contiguous, or with score_mod or mask_mod in the layout of q; with ``return_lse`` also lse,
+        float32 (float64 where q is), ``(batch, hq, sq)`` or packed ``(hq, total_q)``, natural log.
+        Gradients flow through both.
 
     Raises:
         RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.
@@ -459,6 +461,7 @@ def scores(
         NotImplementedError: a derivative is wanted.
         fulgur.Error: the tensors are of float64 on a GPU.
     """
+def enable_flex(enabled: bool = True) -> None: ...
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -469,4 +472,6 @@ def flex_attention(
     enable_gqa: bool = False,
     return_lse: bool = False,
     kernel_options: Any = None,
+    *,
+    return_aux: Any = None,
 ) -> Any: ...

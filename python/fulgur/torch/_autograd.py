@@ -78,8 +78,11 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, numbers, names, wanted, *tensors):
-        if "score_mod" in numbers:
-            raise NotImplementedError("score_mod, mask_mod: a gradient of gradients under vmap")
+        if "score_mod" in numbers:  # whose operator has a rule of its own
+            results = torch.vmap(
+                lambda *x: expressions.backward(dict(zip(names, x)) | numbers, wanted), tuple(in_dims[3:])
+            )(*tensors)
+            return results, (0,) * len(results)
         given, mapped = dict(zip(names, tensors)) | numbers, dict(zip(names, in_dims[3:]))
         return batched(_operators.backward, HEADS_OF_GRADIENTS, info.batch_size, given, mapped)
 

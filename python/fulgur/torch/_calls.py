@@ -53,8 +53,9 @@ def attention(q, k, v, **given):
         {arguments}
 
     Returns:
-        out, contiguous; with ``return_lse`` also lse, float32 (float64 where q is), ``(batch, hq,
-        sq)`` or packed ``(hq, total_q)``, natural log. Gradients flow through both.
+        out, contiguous, or with score_mod or mask_mod in the layout of q; with ``return_lse`` also lse,
+        float32 (float64 where q is), ``(batch, hq, sq)`` or packed ``(hq, total_q)``, natural log.
+        Gradients flow through both.
 
     Raises:
         RuntimeError, TypeError, ValueError: an argument is wrong, or no engine computes this here.

@@ -10,6 +10,7 @@ from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur.torch import _operators
 from fulgur.torch._operators import by_name, library
+from fulgur.torch._tensors import whole_rows
 
 MODS = ("score_mod", "mask_mod")
 # What the tensors of expressions are called among those of a call.
@@ -106,10 +107,16 @@ def _written(name, x):
     return {name: _a.view(name, x, writable=True)}
 
 
+def _results(q, v, **_):
+    """Empty out, in the layout of q, and lse."""
+    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _operators.empty_out(q, v)
+    return out, _operators.empty_lse(q)
+
+
 def _compute_forward(*arguments):
     given, _, views, options, stream = _call(expression_forward, arguments)
     q, v = given["q"], given["v"]
-    out, lse = _operators.empty_out(q, v), _operators.empty_lse(q)
+    out, lse = _results(q, v)
     _fulgur.forward(views | _written("out", out) | _written("lse", lse), options, stream, 0, 0)
     return out, lse
 
@@ -138,18 +145,35 @@ def _empty_gradients(tensors, names, wanted, **given):
 for _device in ("CPU", "CUDA"):
     library.impl(expression_forward, _compute_forward, _device)
     library.impl(expression_backward, _compute_backward, _device)
-_operators.fake(expression_forward)(lambda q, v, **_: (_operators.empty_out(q, v), _operators.empty_lse(q)))
+_operators.fake(expression_forward)(_results)
 _operators.fake(expression_backward)(_empty_gradients)
 for _op in (expression_forward, expression_backward):
     _operators.refuse(_op)
 
 
-def _refuse_vmap(info, in_dims, *_):
-    raise NotImplementedError("score_mod, mask_mod: under vmap; want the mapped dimension as a part of the batch")
+def _at(i, x, dim):
+    """What the i-th call has of a mapped argument."""
+    if isinstance(x, (list, tuple)):
+        return [_at(i, y, n) for y, n in zip(x, dim or [None] * len(x))]
+    return x if dim is None else whole_rows("vmap", x.select(dim, i))
+
+
+def _one_after_another(op):
+    """The rule of an operator under vmap: what a formula says of a sequence may not be true of it in a larger batch."""
+
+    def rule(info, in_dims, *arguments):
+        calls = [op(*(_at(i, x, dim) for x, dim in zip(arguments, in_dims))) for i in range(info.batch_size)]
+        results = [
+            torch.stack(x) if isinstance(x[0], torch.Tensor) else [torch.stack(y) for y in zip(*x)]
+            for x in zip(*calls)
+        ]
+        return tuple(results), tuple(0 if isinstance(x, torch.Tensor) else [0] * len(x) for x in results)
+
+    torch.library.register_vmap(op._name, rule, lib=library)
 
 
 for _op in (expression_forward, expression_backward):
-    torch.library.register_vmap(_op._name, _refuse_vmap, lib=library)
+    _one_after_another(_op)
 
 
 def _apart(given):

@@ -1,11 +1,21 @@
-"""PyTorch's flex_attention, eagerly: its functions of tensors become expressions."""
+"""PyTorch's flex_attention, eagerly and in graphs: its functions of tensors become expressions."""
 
 import functools
+import math
 import threading
+import warnings
+from typing import Callable, NamedTuple
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention as operator
+from torch._ops import DispatchKey
+from torch._subclasses.fake_tensor import is_fake
+from torch._subclasses.functional_tensor import FunctionalTensorMode
+from torch.compiler import is_dynamo_compiling
+from torch.nn.attention import flex_attention as upstream
 from torch.overrides import TorchFunctionMode
 
+import fulgur
 from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur.torch._calls import attention
@@ -196,10 +206,12 @@ def _number(x):
 class _Trace(TorchFunctionMode):
     """Turns functions of PyTorch into expressions, and keeps the tensors that they index."""
 
-    def __init__(self):
+    def __init__(self, device):
         super().__init__()
+        self.device = device
         self.tensors = {}  # by name
         self._known = {}  # (name, symbol) by the identity of a tensor, which is kept alive
+        self._ones = {}  # tensors of one element, by what they stand for
 
     def __torch_function__(self, function, types, operands=(), options=None):
         options = options or {}
@@ -221,8 +233,8 @@ class _Trace(TorchFunctionMode):
         made = _FUNCTIONS.get(name)
         if made is None:
             raise TypeError(f"expression: has no torch.{name}, want one of {', '.join(sorted(_FUNCTIONS))}")
-        operands = [self.operand(x) if isinstance(x, torch.Tensor) else x for x in operands]
-        options = {key: self.operand(x) if isinstance(x, torch.Tensor) else x for key, x in options.items()}
+        operands = [self.operand(x) for x in operands]
+        options = {key: self.operand(x) for key, x in options.items()}
         return made(*operands, **options)
 
     def indexed(self, tensor):
@@ -239,6 +251,8 @@ class _Trace(TorchFunctionMode):
 
     def operand(self, x):
         """A value or a number; a tensor of one number is its element."""
+        if isinstance(x, torch.SymInt):
+            return self._element(x.node.expr, torch.full((1,), x, dtype=torch.int32, device=self.device))
         if not isinstance(x, torch.Tensor):
             return x
         if x.numel() != 1:
@@ -246,13 +260,14 @@ class _Trace(TorchFunctionMode):
                 f"expression: got a tensor of shape {tuple(x.shape)} for an operand, want one of its elements, as "
                 "tensor[h, q_idx]"
             )
-        if not x.requires_grad:
+        if not x.requires_grad and not is_fake(x):
             return x.item()
-        known = self._known.get(id(x))
-        if known is None:
-            self.indexed(x.reshape(1))
-            known = self._known[id(x)] = (x, *next(reversed(self._known.values()))[1:])
-        return _Value(known[2].at([_e.native(0)]))
+        return self._element(id(x), x.reshape(1).to(self.device))
+
+    def _element(self, key, of_one):
+        """The element of a tensor, the same one for a key that comes again."""
+        one = self._ones.setdefault(key, of_one)
+        return self.indexed(one)[0]
 
 
 def _dtype(x):
@@ -289,57 +304,111 @@ def _traced(name, function, parameters, trace):
         del _active.trace
 
 
-def _of_blocks(block_mask):
-    """What a block mask shows that has no function: its lists, as the visibility of blocks."""
-    shown = block_mask.to_dense() != 0
-    rows, keys = block_mask.BLOCK_SIZE
+class _Blocks(NamedTuple):
+    """What PyTorch's BlockMask has, as its ``as_tuple`` and the operator ``flex_attention`` give it."""
+
+    counts: torch.Tensor  # of the blocks of each row of blocks that the function decides
+    indices: torch.Tensor
+    full_counts: torch.Tensor | None  # of those that are seen whole
+    full_indices: torch.Tensor | None
+    sizes: tuple  # (queries, keys) of a block
+    mask_mod: Callable
+
+    @classmethod
+    def of(cls, block_mask):
+        return cls(*block_mask[2:6], tuple(block_mask[-3:-1]), block_mask[-1])
+
+    def all_keys(self):
+        """Whether there is one block of everything, as flex_attention makes it of no mask."""
+        return self.sizes[0] >= 1 << 30
+
+    def kinds(self, keys):
+        """Which blocks of so many keys are seen whole (2), by the function (1), and not at all (0)."""
+        count = -(-keys // self.sizes[1])
+        kinds = _listed(self.counts, self.indices, count)
+        if self.full_counts is None:
+            return kinds
+        return torch.maximum(kinds, 2 * _listed(self.full_counts, self.full_indices, count))
+
+
+def _listed(counts, indices, count):
+    """1 for the first `counts` of the indices, of numbers less than `count`, and 0 for others."""
+    places = torch.arange(indices.shape[-1], device=indices.device)
+    kept = torch.where(places < counts[..., None], indices, count).to(torch.int64)
+    listed = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.int32, device=indices.device)
+    return listed.scatter(-1, kept, torch.ones_like(kept, dtype=torch.int32))[..., :count]
+
+
+def _attended(query, key, value, score_mod, blocks, scale):
+    """(out, lse) of functions of all places; `blocks`: None for all keys."""
+    if key.shape[0] == 1 and query.shape[0] > 1:
+        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
+    trace, mods = _Trace(query.device), {}
+    places = list(_PLACES)
+    if score_mod is not None:
+        mods["score_mod"] = _traced("score_mod", score_mod, places, trace)
+    if blocks is not None:
+        mods["mask_mod"] = _traced("mask_mod", _mask_mod(blocks, key.shape[2]), places[1:], trace)
+    texts = {name: str(x) for name, x in mods.items()}
+    mods = {name: x for name, x in mods.items() if texts[name] not in ("score", "true")}
+    # What is indexed in vain, as by a factor of 0, is none of the call's.
+    text = " ".join(texts[name] for name in mods)
+    tensors = {name: x for name, x in trace.tensors.items() if f"{name}[" in text}
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out, lse = attention(q, k, v, scale=scale, return_lse=True, tensors=tensors, **mods)
+    return out.transpose(1, 2), lse
+
+
+def _mask_mod(blocks, keys):
+    """The function of a block mask, and its lists, as a function of places."""
+    if blocks.all_keys():
+        return blocks.mask_mod
+    kinds = blocks.kinds(keys)
 
     def mask_mod(b, h, q_idx, kv_idx):
-        at = [b if shown.shape[0] > 1 else 0, h if shown.shape[1] > 1 else 0]
-        return shown[at[0], at[1], q_idx // rows, kv_idx // keys]
+        at = [x if size > 1 else 0 for x, size in zip((b, h), kinds.shape)]
+        kind = kinds[at[0], at[1], q_idx // blocks.sizes[0], kv_idx // blocks.sizes[1]]
+        return (kind == 2) | (kind == 1) & blocks.mask_mod(b, h, q_idx, kv_idx)
 
     return mask_mod
 
 
-def _mask_mod(block_mask, query, key):
-    """The function of a block mask."""
-    from torch.nn.attention import flex_attention as flex
-
-    if not isinstance(block_mask, flex.BlockMask):
+def _blocks_of(block_mask, query, key):
+    """A block mask that goes with the tensors."""
+    if not isinstance(block_mask, upstream.BlockMask):
         raise TypeError(f"block_mask: got {type(block_mask).__name__}, want a BlockMask of PyTorch")
+    blocks = _Blocks.of(block_mask.as_tuple())
     sizes, want = block_mask.shape[-2:], (query.shape[-2], key.shape[-2])
-    no_blocks = block_mask.BLOCK_SIZE[0] >= 1 << 30  # flex_attention's own, of no mask
-    if not no_blocks and (sizes[0] < want[0] or sizes[1] < want[1]):
+    if not blocks.all_keys() and (sizes[0] < want[0] or sizes[1] < want[1]):
         raise ValueError(f"block_mask: got one of {sizes[0]} queries and {sizes[1]} keys, want {want[0]} and {want[1]}")
-    if block_mask.mask_mod is not flex.noop_mask:
-        return block_mask.mask_mod
-    return None if no_blocks else _of_blocks(block_mask)
+    return blocks
 
 
-@torch.compiler.disable(reason="fulgur.torch.flex_attention is eager: it looks at functions outside of a graph")
 def flex_attention(
     query, key, value, score_mod=None, block_mask=None, scale=None, enable_gqa=False, return_lse=False,
-    kernel_options=None,
+    kernel_options=None, *, return_aux=None,
 ):  # fmt: skip
-    """:func:`torch.nn.attention.flex_attention.flex_attention`, eagerly, with all of its gradients.
+    """:func:`torch.nn.attention.flex_attention.flex_attention`, with all of its gradients.
 
-    ``score_mod(score, b, h, q_idx, kv_idx)`` and the function of ``block_mask`` are looked at once a call, with symbols
-    in the place of tensors: they compute with operators, functions of PyTorch, elements of the tensors that they have
-    from around them, and tensors of one number. These tensors get gradients.
+    ``score_mod(score, b, h, q_idx, kv_idx)`` and the function of ``block_mask`` are looked at once a call, or once a
+    graph of ``torch.compile``, with symbols in the place of tensors: they compute with operators, functions of PyTorch,
+    elements of the tensors that they have from around them, and tensors of one number. These tensors get gradients.
 
     Args:
         query: ``(batch, hq, sq, d)``.
         key, value: ``(batch, hk, sk, d)`` and ``(batch, hk, sk, dv)``.
         score_mod: what becomes of each score, scaled; default nothing.
-        block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask`, whose function counts, or its lists where it
-            has none.
+        block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask`: its lists, and its function in the blocks
+            that they leave to it.
         scale: of the scores; default 1 / sqrt(d).
         enable_gqa: hq may be a multiple of hk.
         return_lse: return ``(out, lse)``.
         kernel_options: not looked at.
+        return_aux: return ``(out, AuxOutput)``; it may ask for lse alone.
 
     Returns:
-        out ``(batch, hq, sq, dv)``; with ``return_lse`` also lse, ``(batch, hq, sq)``, natural log.
+        out ``(batch, hq, sq, dv)``, in the layout of query where dv is d; with ``return_lse`` also lse, ``(batch, hq,
+        sq)``, natural log.
 
     Raises:
         TypeError, ValueError: a function computes what expressions have not, or an argument is wrong.
@@ -351,19 +420,76 @@ def flex_attention(
             raise ValueError(f"{name}: got {got}, want a tensor (batch, heads, seqlen, dim)")
     if not enable_gqa and query.shape[1] != key.shape[1]:
         raise ValueError(f"key: got {key.shape[1]} heads, want {query.shape[1]} as query, or enable_gqa=True")
-    if key.shape[0] == 1 and query.shape[0] > 1:
-        key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
-    trace, mods = _Trace(), {}
-    places = list(_PLACES)
-    if score_mod is not None:
-        mods["score_mod"] = _traced("score_mod", score_mod, places, trace)
-    if block_mask is not None:
-        mask_mod = _mask_mod(block_mask, query, key)
-        if mask_mod is not None:
-            mods["mask_mod"] = _traced("mask_mod", mask_mod, places[1:], trace)
-    # What is indexed in vain, as by a factor of 0, is none of the call's.
-    text = " ".join(str(x) for x in mods.values())
-    tensors = {name: x for name, x in trace.tensors.items() if f"{name}[" in text}
-    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    results = attention(q, k, v, scale=scale, return_lse=return_lse, tensors=tensors, **mods)
-    return (results[0].transpose(1, 2), results[1]) if return_lse else results.transpose(1, 2)
+    if return_aux is not None and return_aux.max_scores:
+        raise NotImplementedError("return_aux: got max_scores=True, want False")
+    if is_dynamo_compiling():
+        options = _ours(query, key, value, return_lse, kernel_options, return_aux)
+        mask = upstream._create_empty_block_mask(query, key) if block_mask is None else block_mask
+        scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+        score_mod = upstream._identity if score_mod is None else score_mod
+        out, lse, _ = operator(query, key, value, score_mod, mask.as_tuple(), scale, options)
+        lse = lse * math.log(2)
+    else:
+        blocks = None if block_mask is None else _blocks_of(block_mask, query, key)
+        out, lse = _attended(query, key, value, score_mod, blocks, scale)
+    if return_aux is not None:
+        return out, upstream.AuxOutput(lse=lse if return_aux.lse else None)
+    return (out, lse) if return_lse else out
+
+
+# In a graph is PyTorch's operator, with an option that says that fulgur computes it.
+_OURS = "FULGUR"
+_torchs_options, _torchs_device = upstream._apply_kernel_options, upstream._validate_device
+
+
+def _ours(*given):
+    return _torchs_options(*given) | {_OURS: True, "BACKEND": "AUTO"}
+
+
+def _compute(torchs, query, key, value, score_mod, block_mask, scale, options, of_score=(), of_mask=()):
+    """The operator: by fulgur where that can, else by PyTorch's own implementation."""
+    if _OURS in options:
+        blocks = _Blocks.of(block_mask)
+        blocks = blocks._replace(mask_mod=lambda *places: block_mask[-1](*places, *of_mask))
+        try:
+            if options["OUTPUT_MAX"]:
+                raise NotImplementedError("return_aux: got max_scores=True")
+            out, lse = _attended(query, key, value, lambda *places: score_mod(*places, *of_score), blocks, scale)
+            return out, lse / math.log(2), lse.new_empty(0)
+        except (TypeError, ValueError, IndexError, NotImplementedError, fulgur.Error) as error:
+            warnings.warn(f"flex_attention: PyTorch computes this call, not fulgur: {error}", stacklevel=2)
+    options = {name: x for name, x in options.items() if name != _OURS}
+    return torchs(query, key, value, score_mod, block_mask, scale, options, of_score, of_mask)
+
+
+def _compute_in(torchs, mode, *arguments):
+    """The operator in a mode, which is not active where its implementation is called."""
+    if _OURS not in arguments[6]:
+        return torchs(mode, *arguments)
+    with mode:
+        return _compute(operator, *arguments)
+
+
+for _key in (DispatchKey.Autograd, DispatchKey.CompositeExplicitAutograd):
+    operator.py_kernels[_key] = functools.partial(_compute, operator.py_kernels[_key])
+operator.python_key_table[FunctionalTensorMode] = functools.partial(
+    _compute_in, operator.python_key_table[FunctionalTensorMode]
+)
+operator._dispatch_cache.clear()
+
+
+def enable_flex(enabled=True):
+    """Lets fulgur compute PyTorch's own ``flex_attention``, under ``torch.compile`` and eagerly.
+
+    What fulgur does not compute stays PyTorch's, with a warning that says why. Graphs that are compiled already
+    stay as they are.
+
+    Args:
+        enabled: False lets PyTorch compute all of it again.
+    """
+    upstream._apply_kernel_options = _ours if enabled else _torchs_options
+    upstream._validate_device = _any_device if enabled else _torchs_device
+
+
+def _any_device(query, key, value):
+    """PyTorch's own refuses gradients on the CPU."""

@@ -203,11 +203,34 @@ def test_other_transforms():
     got = torch.func.grad(loss)(slope)
     known = slope.requires_grad_()
     torch.testing.assert_close(got, torch.autograd.grad(loss(known), known)[0])
-    with pytest.raises(NotImplementedError, match="score_mod, mask_mod: under vmap"):
-        torch.func.vmap(loss)(torch.rand(3, 4))
     (first,) = torch.autograd.grad(loss(known), known, create_graph=True)
     with pytest.raises(NotImplementedError, match="a first derivative only"):
         first.sum().backward()
+
+
+def test_vmap(one_thread):
+    """One call after another: b is the sequence of each."""
+    given = (*(torch.randn(3, *x.shape) for x in qkv(grad=False)), torch.rand(3, 4))
+
+    def call(q, k, v, slope):
+        mods = dict(score_mod=slopes, mask_mod="b == 0 || k < 20", tensors={"slope": slope})
+        return attention(q, k, v, return_lse=True, **mods)
+
+    def each(function, *given):
+        return [torch.stack(x) for x in zip(*(function(*x) for x in zip(*given)))]
+
+    for got, want in zip(torch.vmap(call)(*given), each(call, *given)):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    columns = given[0].movedim(0, 4), *given[1:3], given[3][0]  # rows that are not in one piece
+    want = each(call, *given[:3], [given[3][0]] * 3)
+    torch.testing.assert_close(torch.vmap(call, in_dims=(4, 0, 0, None))(*columns)[0], want[0], rtol=0, atol=0)
+    gradients = torch.func.grad(lambda *x: call(*x)[0].square().sum(), argnums=(0, 1, 2, 3))
+    exact = each(gradients, *given)
+    for got, want in zip(torch.vmap(gradients)(*given), exact):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    known = given[3].clone().requires_grad_()
+    torch.vmap(call)(*given[:3], known)[0].square().sum().backward()
+    torch.testing.assert_close(known.grad, exact[3])
 
 
 def test_autocast_and_dropout():

@@ -1,6 +1,7 @@
 """fulgur.torch.flex_attention beside PyTorch's, and its gradients beside autograd's of the formula."""
 
 import math
+import warnings
 
 import pytest
 
@@ -8,7 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch.nn.attention import flex_attention as upstream  # noqa: E402
 
-from fulgur.torch import flex_attention  # noqa: E402
+from fulgur.torch import enable_flex, flex_attention  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_torch"),
@@ -115,6 +116,8 @@ def test_other_arguments(one_thread):
         q, k, v, score_mod=SCORES["alibi"], block_mask=block_mask("causal"), scale=0.3, enable_gqa=True,
         return_lse=True, kernel_options={"BLOCK_M": 64},
     )  # fmt: skip
+    aux = flex_attention(q, k, v, SCORES["alibi"], return_aux=upstream.AuxRequest(lse=True), enable_gqa=True)[1]
+    assert aux.max_scores is None and aux.lse.shape == lse.shape
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-4, atol=1e-5)
     one = [x[:1] for x in qkv(grad=False)[1:]]
@@ -140,6 +143,38 @@ def test_lists_of_blocks(one_thread):
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), want, rtol=1e-4, atol=1e-5)
 
 
+def test_lists_and_a_function(one_thread):
+    """The function decides in the blocks of a list, those of the other one are seen whole, and no others at all."""
+    counts = torch.tensor([[[1, 1, 0, 2]]], dtype=torch.int32)
+    lists = torch.tensor([[[[0, 2, 3, 1], [1, 0, 2, 3], [0, 1, 2, 3], [3, 0, 1, 2]]]], dtype=torch.int32)
+    whole = torch.tensor([[[1, 0, 1, 1]]], dtype=torch.int32), lists.flip(-1)
+    q, k, v = qkv(grad=False, sq=64, sk=64)
+    for full in ((None, None), whole):
+        mask = upstream.BlockMask.from_kv_blocks(counts, lists, *full, BLOCK_SIZE=16, mask_mod=MASKS["causal"])
+        shown = torch.zeros(64, 64, dtype=torch.bool)
+        for row, keys in enumerate(([0], [1], [], [3, 0])):
+            for key in keys:
+                shown[16 * row : 16 * row + 16, 16 * key : 16 * key + 16] = True
+        shown &= torch.arange(64)[:, None] >= torch.arange(64)
+        for row, key in enumerate((1, None, 3, 2) if full[0] is not None else ()):
+            if key is not None:
+                shown[16 * row : 16 * row + 16, 16 * key : 16 * key + 16] = True
+        want = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=shown).nan_to_num(0)
+        want = want * shown.any(-1)[:, None]
+        torch.testing.assert_close(flex_attention(q, k, v, block_mask=mask), want, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap(one_thread):
+    given = [torch.randn(3, B, H, S, D) for _ in range(3)]
+    slopes = torch.rand(3, H)
+
+    def call(q, k, v, slope):
+        return flex_attention(q, k, v, lambda s, b, h, q, k: s * slope[h] + DOC[k], block_mask("documents"))
+
+    want = torch.stack([call(*x) for x in zip(*given, slopes)])
+    torch.testing.assert_close(torch.vmap(call)(*given, slopes), want, rtol=0, atol=0)
+
+
 def test_captured_tensors_of_other_dtypes(one_thread):
     q, k, v = qkv(grad=False)
     for dtype in (torch.uint8, torch.int16, torch.int64, torch.bool, torch.float16, torch.bfloat16, torch.float64):
@@ -149,10 +184,105 @@ def test_captured_tensors_of_other_dtypes(one_thread):
         torch.testing.assert_close(got, want)
 
 
-def test_a_graph_is_left(one_thread):
-    q, k, v = qkv()
-    compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, SCORES["relative"]) * 2, backend="aot_eager")
-    torch.testing.assert_close(compiled(q, k, v), flex_attention(q, k, v, SCORES["relative"]) * 2)
+# In graphs: masks, captured tensors of every kind, and what is not the same in the next call.
+COMPILED = [("relative", "documents"), ("temperature", "lengths"), ("one index after another", "none"), ("lengths", "or")]
+
+
+def _results(function, captured, *given):
+    """out, lse, and gradients of all that has one."""
+    results = function(*given)
+    douts = [torch.sin(torch.arange(x.numel(), dtype=x.dtype)).view(x.shape) for x in results]
+    gradients = torch.autograd.grad(results, (*given, *captured), douts, allow_unused=True)
+    return *results, *(torch.zeros(()) if x is None else x for x in gradients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("score, mask, backend", [(*x, "aot_eager") for x in COMPILED] + [(*COMPILED[0], "inductor")])
+def test_compiled(score, mask, backend, one_thread):
+    shown = block_mask(mask)
+
+    def call(q, k, v):
+        return flex_attention(q * 2, k, v, SCORES[score], shown, return_lse=True)
+
+    given = qkv()
+    want = _results(call, LEARNED.values(), *given)
+    compiled = torch.compile(call, fullgraph=True, backend=backend)
+    for x, y in zip(_results(compiled, LEARNED.values(), *given), want):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*given), want[:2])
+
+
+def test_compiled_in_inference_mode(one_thread):
+    shown, given = block_mask("causal"), qkv(grad=False)
+
+    def call(q, k, v):
+        return flex_attention(q, k, v, SCORES["alibi"], shown)
+
+    with torch.inference_mode():
+        torch.testing.assert_close(torch.compile(call, fullgraph=True, backend="aot_eager")(*given), call(*given))
+
+
+def test_numbers_of_a_graph_are_looked_at_again(one_thread):
+    """Lengths and numbers that a function has from around it, which other calls change."""
+    call = torch.compile(
+        lambda q, k, v, n: flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(k - q < n, s, s - n)),
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for n, length in ((3, 33), (5, 40), (9, 60), (11, 33)):
+        q, k, v = qkv(grad=False, sq=length, sk=length)
+        want = flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(k - q < n, s, s - n))
+        torch.testing.assert_close(call(q, k, v, n), want)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.fixture
+def enabled():
+    enable_flex()
+    yield
+    enable_flex(False)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_upstreams_own(compiled, enabled, one_thread):
+    """PyTorch's flex_attention, which has no gradient on CPUs."""
+    given = qkv()
+    own = torch.compile(upstream.flex_attention, fullgraph=True, backend="aot_eager") if compiled else None
+
+    shown = block_mask("documents")
+
+    def call(function):
+        return lambda *given: function(*given, SCORES["relative"], shown, return_lse=True)
+
+    want = _results(call(flex_attention), LEARNED.values(), *given)
+    got = _results(call(own or upstream.flex_attention), LEARNED.values(), *given)
+    for x, y in zip(got, want):
+        torch.testing.assert_close(x, y)
+    assert got[0].stride() == given[0].stride()
+
+
+@pytest.mark.slow
+def test_what_stays_upstreams(enabled, one_thread):
+    given = qkv(grad=False)
+    compiled = torch.compile(upstream.flex_attention, backend="aot_eager")
+    for mod, words in (
+        (lambda s, b, h, q, k: torch.atan(s), "has no torch.atan, want one of"),
+        (lambda s, b, h, q, k: s + SLOPES.sum() * SLOPES[h], None),
+        (lambda s, b, h, q, k: s + torch.cumsum(SLOPES, 0)[h] * (SLOPES @ SLOPES), None),
+    ):
+        want = torch.softmax(at_every_place(mod, given[0] @ given[1].mT / math.sqrt(D)), -1) @ given[2]
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            got = compiled(*given, mod)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        said = [str(x.message) for x in caught if "PyTorch computes this call, not fulgur" in str(x.message)]
+        assert all(words in x for x in said) and said if words else not said, said
+    enable_flex(False)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="does not support backward on CPU"):
+        compiled(*qkv())
 
 
 def with_branch(s, b, h, q, k):
@@ -186,6 +316,7 @@ def with_branch(s, b, h, q, k):
         (dict(key=torch.rand(B, 2, S, D)), ValueError, "key: got 2 heads, want 4 as query, or enable_gqa=True"),
         (dict(query=torch.rand(H, S, D)), ValueError, "query: got 3 dimensions, want a tensor"),
         (dict(value=3), ValueError, "value: got int"),
+        (dict(return_aux=upstream.AuxRequest(max_scores=True)), NotImplementedError, "return_aux: got max_scores=True"),
     ],
 )  # fmt: skip
 def test_errors(change, error, words):
