@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #include "cuda/device/launch_memory.h"
 
@@ -29,14 +30,52 @@ KernelUse use(const char* source, const AnyBackwardKey& key, const char* entry) 
   return {{source, kernel_config(key)}, entry, 0};
 }
 
-StridedTensor strided(const Layout& layout) {
-  return {nullptr, layout.batch, layout.row, layout.head};
-}
-
 int statistics_rows(const Problem& p) {
   const int64_t rows = kernels::kStatisticsRows;
   return static_cast<int>(p.packed ? (p.total_q / rows + p.batch + 1) * rows
                                    : p.batch * ceil_div(p.sq, rows) * rows);
+}
+
+/// The addresses of a run's tensors.
+void set_backward_tensors(BackwardParams& p, const BackwardArgs& args, const Run& run) {
+  const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
+  p.q.data = data(args.q);
+  p.k.data = data(args.k);
+  p.v.data = data(args.v);
+  p.out.data = data(args.out);
+  p.dout.data = data(args.dout);
+  p.dq.data = data(args.dq);
+  p.dk.data = data(args.dk);
+  p.dv_grad.data = data(args.dv);
+  p.lse.data = static_cast<const float*>(args.lse.data);
+  p.dlse.data = static_cast<const float*>(args.dlse.data);
+  p.sinks = sinks_of(args.sinks);
+  p.dsinks = args.dsinks.data;
+  p.dsinks_type = static_cast<kernels::Element>(args.dsinks.dtype);
+  set_tensors(p, args);
+  set_random_numbers(p, run);
+}
+
+/// The rest of a BiasSums, for tiles of so many rows: a run's dbias may have more rows and keys
+/// than the longest sequence, and so more tiles. Where elements are no sums of several scores, a
+/// work tile has more tiles of keys, which share Q and dO, but not so many that SMs would idle.
+void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, int tile_rows, BiasSums& sums) {
+  constexpr int kWorkTilesOfSm = 4;
+  sums.data = dbias.data;
+  sums.rows = static_cast<int>(dbias.shape[2]);
+  sums.keys = static_cast<int>(dbias.shape[3]);
+  sums.row_tiles = sums.of_rows ? ceil_div(sums.rows, tile_rows) : 1;
+  sums.key_tiles = std::max(ceil_div(sums.of_keys ? sums.keys : sk, kBiasGradientKeys), 1);
+  const int64_t batches = sums.of_batch ? dbias.shape[0] : 1;
+  const int64_t blocks = batches * sums.heads * sums.row_tiles;
+  int64_t chunks = sums.key_tiles;
+  if (!sums.of_keys)
+    chunks = 1;
+  else if (sums.of_batch && sums.of_heads && sums.of_rows)
+    chunks = std::clamp<int64_t>(kWorkTilesOfSm * sms / std::max<int64_t>(blocks, 1), 1, chunks);
+  sums.chunk_tiles = ceil_div(sums.key_tiles, static_cast<int>(chunks));
+  sums.key_chunks = ceil_div(sums.key_tiles, sums.chunk_tiles);
+  sums.work_tiles = dbias.numel() == 0 ? 0 : blocks * sums.key_chunks;
 }
 
 }  // namespace
@@ -166,6 +205,25 @@ KernelUse sinks_kernel(const AnyBackwardKey& of) {
   return use("backward/sinks.cu", key, "fulgur_backward_sinks");
 }
 
+AnyBackwardWorkspace backward_workspace(const Problem& p, const AnyBackwardKey& key,
+                                        const AnyBackwardPlan& plan, int64_t dq_semaphores,
+                                        Arena& arena) {
+  AnyBackwardWorkspace at;
+  const int64_t rows = p.hq * plan.statistics_rows;
+  at.zeroed = LaunchMemory::kZeroed;
+  at.shift = arena.take(rows * int64_t{sizeof(float)});
+  at.delta = arena.take(rows * int64_t{sizeof(float)});
+  at.dq_accum = arena.take(key.dq_accum_floats(rows) * int64_t{sizeof(float)});
+  at.dq_semaphore = arena.take(dq_semaphores * int64_t{sizeof(int)});
+  const BackwardShapes shapes = backward_shapes(p);
+  at.copies = {arena.take(copied_bytes(shapes.q, plan.copies_q)),
+               arena.take(copied_bytes(shapes.k, plan.copies_k)),
+               arena.take(copied_bytes(shapes.v, plan.copies_v)),
+               arena.take(copied_bytes(shapes.dout, plan.copies_dout)),
+               arena.take(copied_bytes(shapes.bias, plan.copies_bias))};
+  return at;
+}
+
 BackwardParams backward_params(const Problem& p, const AnyBackwardKey& key,
                                const AnyBackwardPlan& plan, double p_log2) {
   BackwardParams to{};
@@ -190,25 +248,6 @@ BackwardParams backward_params(const Problem& p, const AnyBackwardKey& key,
   return to;
 }
 
-void set_backward_tensors(BackwardParams& p, const BackwardArgs& args, const Run& run) {
-  const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
-  p.q.data = data(args.q);
-  p.k.data = data(args.k);
-  p.v.data = data(args.v);
-  p.out.data = data(args.out);
-  p.dout.data = data(args.dout);
-  p.dq.data = data(args.dq);
-  p.dk.data = data(args.dk);
-  p.dv_grad.data = data(args.dv);
-  p.lse.data = static_cast<const float*>(args.lse.data);
-  p.dlse.data = static_cast<const float*>(args.dlse.data);
-  p.sinks = sinks_of(args.sinks);
-  p.dsinks = args.dsinks.data;
-  p.dsinks_type = static_cast<kernels::Element>(args.dsinks.dtype);
-  set_tensors(p, args);
-  set_random_numbers(p, run);
-}
-
 BiasSums bias_sums(const Problem& p) {
   const Problem::Bias& b = p.dbias;
   BiasSums sums{};
@@ -225,23 +264,14 @@ BiasSums bias_sums(const Problem& p) {
   return sums;
 }
 
-void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, int tile_rows, BiasSums& sums) {
-  constexpr int kWorkTilesOfSm = 4;
-  sums.data = dbias.data;
-  sums.rows = static_cast<int>(dbias.shape[2]);
-  sums.keys = static_cast<int>(dbias.shape[3]);
-  sums.row_tiles = sums.of_rows ? ceil_div(sums.rows, tile_rows) : 1;
-  sums.key_tiles = std::max(ceil_div(sums.of_keys ? sums.keys : sk, kBiasGradientKeys), 1);
-  const int64_t batches = sums.of_batch ? dbias.shape[0] : 1;
-  const int64_t blocks = batches * sums.heads * sums.row_tiles;
-  int64_t chunks = sums.key_tiles;
-  if (!sums.of_keys)
-    chunks = 1;
-  else if (sums.of_batch && sums.of_heads && sums.of_rows)
-    chunks = std::clamp<int64_t>(kWorkTilesOfSm * sms / std::max<int64_t>(blocks, 1), 1, chunks);
-  sums.chunk_tiles = ceil_div(sums.key_tiles, static_cast<int>(chunks));
-  sums.key_chunks = ceil_div(sums.key_tiles, sums.chunk_tiles);
-  sums.work_tiles = dbias.numel() == 0 ? 0 : blocks * sums.key_chunks;
+void add_backward_kernels(const AnyBackwardKey& key, const AnyBackwardPlan& plan, bool rounds,
+                          const BiasGradientKernel& bias_gradient,
+                          std::vector<KernelUse>& kernels) {
+  kernels.push_back(prepare_kernel(key));
+  if (rounds) kernels.push_back(round_kernel(key));
+  if (plan.dsinks) kernels.push_back(sinks_kernel(key));
+  if (plan.dbias) kernels.push_back(bias_gradient.use);
+  if (plan.copies()) kernels.push_back(copy_kernel());
 }
 
 RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBackwardPlan& plan,
@@ -267,6 +297,66 @@ void RowKernels::launch_last(CUstream stream, const BackwardParams& params) cons
   if (round_ == nullptr) return;
   launch(stream, round_, &params, {row_chunks_, batch_heads_}, round_threads_, 0,
          "launching the kernel that rounds dQ", start_);
+}
+
+BackwardPassExecutable::BackwardPassExecutable(const Problem& p, Gpu& gpu, Explanation explanation,
+                                               const AnyBackwardKey& key,
+                                               const AnyBackwardPlan& plan,
+                                               const AnyBackwardWorkspace& workspace, int inputs,
+                                               double p_log2, bool rounds,
+                                               const BiasGradientKernel& bias_gradient)
+    : AttentionExecutable(p, gpu, std::move(explanation), workspace, workspace.end > 0),
+      at_(workspace),
+      bias_gradient_(bias_gradient) {
+  if (workspace.end == 0) return;
+  params_ = backward_params(p, key, plan, p_log2);
+  row_kernels_ = RowKernels(p, key, plan, rounds, gpu);
+  if (plan.dbias) {
+    params_.bias_sums = bias_sums(p);
+    bias_gradient_kernel_ = gpu.kernel(bias_gradient_.use).function;
+  }
+  struct Tensor {
+    const char* name;
+    ConstTensor BackwardArgs::*argument;
+    TensorShape shape;
+    const std::string& why_copied;
+  };
+  const BackwardShapes shapes = backward_shapes(p);
+  const Tensor tensors[] = {{"q", &BackwardArgs::q, shapes.q, plan.copies_q},
+                            {"k", &BackwardArgs::k, shapes.k, plan.copies_k},
+                            {"v", &BackwardArgs::v, shapes.v, plan.copies_v},
+                            {"dout", &BackwardArgs::dout, shapes.dout, plan.copies_dout},
+                            {"bias", &BackwardArgs::bias, shapes.bias, plan.copies_bias}};
+  for (int i = 0; i < inputs; ++i) {
+    const auto& [name, argument, shape, why] = tensors[i];
+    add_input(name, argument, shape, {why, workspace.copies[i]});
+  }
+}
+
+BackwardParams BackwardPassExecutable::arguments(const BackwardArgs& args, const Run& run,
+                                                 char* workspace) const {
+  BackwardParams p = params_;
+  set_backward_tensors(p, args, run);
+  p.expression = expressions_.arguments(args.tensors);
+  if (bias_gradient_kernel_ != nullptr)
+    set_bias_sums(args.dbias, p.sk, gpu_.sms(), bias_gradient_.tile_rows, p.bias_sums);
+  p.counters = reinterpret_cast<int*>(workspace);
+  p.not_finite = p.counters + kernels::kSchedulerCounters;
+  p.shift = reinterpret_cast<float*>(workspace + at_.shift);
+  p.delta = reinterpret_cast<float*>(workspace + at_.delta);
+  p.dq_accum = reinterpret_cast<float*>(workspace + at_.dq_accum);
+  p.dq_semaphore = reinterpret_cast<int*>(workspace + at_.dq_semaphore);
+  return p;
+}
+
+void BackwardPassExecutable::launch_bias_gradient(CUstream stream,
+                                                  const BackwardParams& params) const {
+  if (bias_gradient_kernel_ == nullptr) return;
+  const auto& [use, tile_rows, threads, sm_blocks] = bias_gradient_;
+  const auto grid = std::min<int64_t>(sm_blocks * gpu_.sms(), params.bias_sums.work_tiles);
+  if (grid == 0) return;
+  cuda::launch(stream, bias_gradient_kernel_, &params, {static_cast<int>(grid)}, threads,
+               use.shared_bytes, "launching the kernel of dbias");
 }
 
 }  // namespace fulgur::cuda

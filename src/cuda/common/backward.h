@@ -1,9 +1,11 @@
 #pragma once
 
+#include <array>
 #include <string>
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/executable.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/tensor_shape.h"
@@ -67,6 +69,18 @@ struct AnyBackwardPlan {
   }
 };
 
+/// Where things begin in the workspace of any plan, in bytes, after the counters. All 0 where
+/// nothing is launched.
+struct AnyBackwardWorkspace : CallWorkspace {
+  int64_t shift = 0, delta = 0;            ///< statistics of rows
+  int64_t dq_accum = 0, dq_semaphore = 0;  ///< of plans that accumulate dQ
+  std::array<int64_t, 5> copies{};         ///< of q, k, v, dout and the bias
+};
+/// Takes all of it but the numbers of the host, with so many semaphores of dQ.
+AnyBackwardWorkspace backward_workspace(const Problem& problem, const AnyBackwardKey& key,
+                                        const AnyBackwardPlan& plan, int64_t dq_semaphores,
+                                        Arena& arena);
+
 /// Why no kernels compute a backward problem; empty where they do.
 std::string backward_rejects(const Problem& problem);
 
@@ -80,19 +94,22 @@ KernelUse prepare_kernel(const AnyBackwardKey& key);
 KernelUse round_kernel(const AnyBackwardKey& key);
 KernelUse sinks_kernel(const AnyBackwardKey& key);
 
-/// What all kernels are told, without addresses. They compute 2^p_log2 P.
+/// What all kernels are told of a call in every run, without addresses. They compute 2^p_log2 P.
 BackwardParams backward_params(const Problem& problem, const AnyBackwardKey& key,
                                const AnyBackwardPlan& plan, double p_log2);
-/// The addresses of a run's tensors.
-void set_backward_tensors(BackwardParams& params, const BackwardArgs& args, const Run& run);
 
 /// Keys of a tile of dbias, and where dbias lies, and over which dimensions its elements are sums.
 inline constexpr int kBiasGradientKeys = 64;
 BiasSums bias_sums(const Problem& problem);
-/// The rest, for tiles of so many rows: a run's dbias may have more rows and keys than the longest
-/// sequence, and so more tiles. Where elements are no sums of several scores, a work tile has more
-/// tiles of keys, which share Q and dO, but not so many that SMs would idle.
-void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, int tile_rows, BiasSums& sums);
+/// The kernel of dbias, of plans that compute it.
+struct BiasGradientKernel {
+  KernelUse use;
+  int tile_rows = 0, threads = 0, sm_blocks = 0;  ///< rows of a tile; of a block; blocks of an SM
+};
+
+/// Adds the kernels that are not a family's alone. `rounds`: dQ of dq_accum is for them to round.
+void add_backward_kernels(const AnyBackwardKey& key, const AnyBackwardPlan& plan, bool rounds,
+                          const BiasGradientKernel& bias_gradient, std::vector<KernelUse>& kernels);
 
 /// The kernels of kernels/backward/ on a device.
 class RowKernels {
@@ -111,6 +128,30 @@ class RowKernels {
   CUfunction prepare_ = nullptr, sinks_ = nullptr, round_ = nullptr;
   int row_chunks_ = 0, batch_heads_ = 0, round_threads_ = 0;
   Start start_ = Start::kAfterAll;  ///< of all but the first
+};
+
+/// What the executables of all architectures do, besides.
+class BackwardPassExecutable : public AttentionExecutable<BackwardArgs> {
+ protected:
+  /// `inputs`: as many of q, k, v, dout and the bias as kernels copy to shared memory. `rounds`: dQ
+  /// of dq_accum is for the kernels of rows to round.
+  BackwardPassExecutable(const Problem& problem, Gpu& gpu, Explanation explanation,
+                         const AnyBackwardKey& key, const AnyBackwardPlan& plan,
+                         const AnyBackwardWorkspace& workspace, int inputs, double p_log2,
+                         bool rounds, const BiasGradientKernel& bias_gradient);
+
+  /// What kernels are told in a run.
+  BackwardParams arguments(const BackwardArgs& args, const Run& run, char* workspace) const;
+  /// dbias, if it is wanted.
+  void launch_bias_gradient(CUstream stream, const BackwardParams& params) const;
+
+  BackwardParams params_{};  ///< what every run has in common
+  RowKernels row_kernels_;
+
+ private:
+  AnyBackwardWorkspace at_;
+  BiasGradientKernel bias_gradient_;
+  CUfunction bias_gradient_kernel_ = nullptr;
 };
 
 }  // namespace fulgur::cuda

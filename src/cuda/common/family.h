@@ -45,7 +45,7 @@ class Candidate {
   virtual Explanation explain() const = 0;
   /// What it launches, the kernel of the tile first.
   virtual std::vector<KernelUse> kernels() const = 0;
-  virtual std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const = 0;
+  virtual std::unique_ptr<const Executable> executable(Gpu& gpu, const Reasons& reasons) const = 0;
   /// The same tile where its kernel appends new rows, too, before it attends; null where it does
   /// not, and why.
   virtual std::shared_ptr<const Candidate> fused(const Problem::Append&,

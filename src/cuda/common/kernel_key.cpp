@@ -237,7 +237,7 @@ void describe_tile(const TileId& tile, const KernelKey& key, Details& details) {
   details.add("value_dim", key.value_dim);
 }
 
-void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan) {
+void describe_copies(std::initializer_list<WhyCopied> tensors, Explanation& plan) {
   Details copies;
   for (const auto& [name, why] : tensors) {
     if (why.empty()) continue;

@@ -146,6 +146,11 @@ KeyPages key_pages(const Problem& problem);
 
 Sinks sinks_of(const ConstTensor& sinks);
 
+/// A tensor of these strides, without its address.
+inline StridedTensor strided(const Layout& layout) {
+  return {nullptr, layout.batch, layout.row, layout.head};
+}
+
 /// The tensors that every pass reads besides q, k and v.
 template <class Args>
 void set_tensors(CallParams& params, const Args& args) {
@@ -159,6 +164,18 @@ void set_tensors(CallParams& params, const Args& args) {
   params.bias.data = args.bias.data;
 }
 
+/// Those that forward passes and scores read besides.
+template <class Params, class Args>
+void set_forward_tensors(Params& params, const Args& args) {
+  set_tensors(params, args);
+  params.pages.table = static_cast<const int*>(args.cache.page_table.data);
+  params.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);
+  params.cache_batch_idx = static_cast<const int*>(args.cache.cache_batch_idx.data);
+  params.leftpad_k = static_cast<const int*>(args.cache.leftpad_k.data);
+  params.tree_mask = static_cast<const unsigned long long*>(args.tree_mask.data);
+  params.sinks = sinks_of(args.sinks);
+}
+
 /// The random numbers of a run's dropout, where no tensor says them.
 inline void set_random_numbers(CallParams& params, const Run& run) {
   params.dropout_seed = run.dropout_seed;
@@ -169,11 +186,11 @@ inline void set_random_numbers(CallParams& params, const Run& run) {
 void describe_tile(const TileId& tile, const KernelKey& key, Details& details);
 
 /// Adds to a plan which tensors are copied to rows of multiples of 16 bytes: those with a reason.
-struct Copied {
+struct WhyCopied {
   const char* name;
   const std::string& why;
 };
-void describe_copies(std::initializer_list<Copied> tensors, Explanation& plan);
+void describe_copies(std::initializer_list<WhyCopied> tensors, Explanation& plan);
 
 /// The text of kernel_config.h: macros and constants.
 struct KernelConfig {

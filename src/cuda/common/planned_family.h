@@ -41,8 +41,8 @@ class PlannedCandidate final : public Candidate {
 
   std::vector<KernelUse> kernels() const override { return kKernels(plan_); }
 
-  std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override {
-    return std::make_unique<Launcher>(problem_, gpu, plan_, std::move(reasons));
+  std::unique_ptr<const Executable> executable(Gpu& gpu, const Reasons& reasons) const override {
+    return std::make_unique<Launcher>(problem_, gpu, plan_, with_reasons(explain(), reasons));
   }
 
   std::shared_ptr<const Candidate> fused(const Problem::Append& append,

@@ -6,12 +6,10 @@
 #include <utility>
 
 #include "base/check.h"
-#include "cuda/common/expression.h"
-#include "cuda/common/host_metadata.h"
+#include "cuda/common/executable.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/planned_family.h"
-#include "cuda/device/launch_memory.h"
 #include "engine/workspace.h"
 #include "kernels/common/scores_params.h"
 
@@ -52,35 +50,29 @@ Problem without_rows(Problem p) {
   return p;
 }
 
-struct ScoresWorkspace {
-  int64_t end = 0;
-};
-ScoresWorkspace workspace_of(const Problem& p, const ScoresPlan&) {
-  return {host_metadata_bytes(without_rows(p))};
+CallWorkspace workspace_of(const Problem& p, const ScoresPlan&) {
+  return {.end = host_metadata_bytes(without_rows(p))};
 }
 
-class ScoresExecutable final : public Executable {
+class ScoresExecutable final : public AttentionExecutable<ScoresArgs> {
  public:
-  ScoresExecutable(const Problem& problem, Gpu& gpu, const ScoresPlan& plan, Reasons reasons)
-      : problem_(without_rows(problem)),
-        gpu_(gpu),
+  ScoresExecutable(const Problem& problem, Gpu& gpu, const ScoresPlan& plan,
+                   Explanation explanation)
+      : AttentionExecutable(without_rows(problem), gpu, std::move(explanation),
+                            workspace_of(problem, plan), /*launches=*/true),
+        problem_(problem),
         plan_(plan),
-        reasons_(std::move(reasons)),
-        numbers_(problem_, gpu),
-        expressions_(problem_),
         kernel_(gpu.kernel(kernels_of(plan)[0]).function) {}
 
-  void run(const Call& call, const Run& run) const override {
-    const ScoresArgs& args = *std::get<const ScoresArgs*>(call);
-    const bool listed = is_listed(args.rows);
-    if (listed) check_rows(args.rows);
-    numbers_.check(args);
-    const CurrentContext current(gpu_.context());
+ private:
+  void check_addresses(const ScoresArgs& args) const override {
+    if (is_listed(args.rows)) check_rows(args.rows);
+  }
+
+  void launch(const ScoresArgs& args, const Run& run, char*) const override {
     const auto stream = static_cast<CUstream>(run.stream);
-    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
-    ScoresParams params = params_of(numbers_.moved(args, lease.data));
-    numbers_.store(args, stream, lease.data);
-    if (!listed) return launch(params, stream);
+    ScoresParams params = params_of(args);
+    if (!is_listed(args.rows)) return launch(params, stream);
     const auto* rows = static_cast<const int64_t*>(args.rows.data);
     for (int64_t done = 0; done < args.rows.shape[0]; done += kListedQueries) {
       params.lists = true;
@@ -92,18 +84,6 @@ class ScoresExecutable final : public Executable {
     }
   }
 
-  Explanation explain() const override {
-    Explanation e = describe(plan_);
-    numbers_.describe(e);
-    return with_reasons(std::move(e), reasons_);
-  }
-
-  WorkspaceNeed workspace() const override {
-    if (numbers_.bytes() == 0) return {};
-    return {numbers_.bytes(), kWorkspaceAlignment, 0};
-  }
-
- private:
   void check_rows(const ConstTensor& rows) const {
     const auto* chosen = static_cast<const int64_t*>(rows.data);
     for (int64_t r = 0; r < rows.shape[0]; ++r) {
@@ -116,10 +96,11 @@ class ScoresExecutable final : public Executable {
     const Problem& p = problem_;
     ScoresParams params{};
     static_cast<CallParams&>(params) = call_params(p, band_of(plan_, p.mask));
-    set_tensors(params, args);
     params.expression = expressions_.arguments(args.tensors);
-    params.q = {const_cast<void*>(args.q.data), p.q.batch, p.q.row, p.q.head};
-    params.k = {const_cast<void*>(args.k.data), p.k.batch, p.k.row, p.k.head};
+    params.q = strided(p.q);
+    params.k = strided(p.k);
+    params.q.data = const_cast<void*>(args.q.data);
+    params.k.data = const_cast<void*>(args.k.data);
     params.scores = static_cast<float*>(args.scores.data);
     params.scores_batch = args.scores.strides[0];
     params.scores_head = args.scores.strides[1];
@@ -129,12 +110,7 @@ class ScoresExecutable final : public Executable {
     params.queries = static_cast<int>(args.scores.shape[2]);
     if (!is_listed(args.rows)) params.query_device = static_cast<const long long*>(args.rows.data);
     params.pages = key_pages(p);
-    params.pages.table = static_cast<const int*>(args.cache.page_table.data);
-    params.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);
-    params.cache_batch_idx = static_cast<const int*>(args.cache.cache_batch_idx.data);
-    params.leftpad_k = static_cast<const int*>(args.cache.leftpad_k.data);
-    params.sinks = sinks_of(args.sinks);
-    params.tree_mask = static_cast<const unsigned long long*>(args.tree_mask.data);
+    set_forward_tensors(params, args);
     return params;
   }
 
@@ -145,11 +121,7 @@ class ScoresExecutable final : public Executable {
   }
 
   Problem problem_;
-  Gpu& gpu_;
   ScoresPlan plan_;
-  Reasons reasons_;
-  HostMetadata numbers_;
-  DeviceExpressions expressions_;
   CUfunction kernel_;
 };
 

@@ -107,7 +107,8 @@ TensorShape copied(const TensorShape& shape, DType dtype) {
   return copy;
 }
 
-int64_t copied_bytes(const TensorShape& shape, DType dtype) {
+int64_t copied_bytes(const TensorShape& shape, const std::string& why, DType dtype) {
+  if (why.empty()) return 0;
   return shape.batch * copied(shape, dtype).strides.batch * size_of(dtype);
 }
 

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <string>
 
 #include "call/problem.h"
 #include "cuda/jit/compile.h"
@@ -58,9 +59,11 @@ std::string not_addressable(const TensorShape& shape);
 /// The same tensor in contiguous rows, each a multiple of 16 bytes; of elements of `dtype`.
 TensorShape copied(const TensorShape& shape, DType dtype);
 inline TensorShape copied(const TensorShape& shape) { return copied(shape, shape.dtype); }
-/// Bytes of that.
-int64_t copied_bytes(const TensorShape& shape, DType dtype);
-inline int64_t copied_bytes(const TensorShape& shape) { return copied_bytes(shape, shape.dtype); }
+/// Bytes of that, if there is a reason to copy it.
+int64_t copied_bytes(const TensorShape& shape, const std::string& why, DType dtype);
+inline int64_t copied_bytes(const TensorShape& shape, const std::string& why) {
+  return copied_bytes(shape, why, shape.dtype);
+}
 
 /// A run's data, where it is aligned as the plan was told; an empty tensor's may be anything.
 /// Throws Error(kInvalidArgument).

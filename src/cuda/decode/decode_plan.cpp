@@ -227,11 +227,10 @@ DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
     floats = room_for_splits(p, plan) * plan.split_floats();
   const ForwardShapes maps = decode_shapes(p, plan.block_keys);
   DecodeWorkspace at;
-  Arena arena(LaunchMemory::kZeroed);
-  const auto copy = [&](const TensorShape& shape, const std::string& why) {
-    return arena.take(why.empty() ? 0 : copied_bytes(shape));
-  };
-  at.copies = {copy(maps.k, plan.copies_k), copy(maps.v, plan.copies_v)};
+  at.zeroed = LaunchMemory::kZeroed;
+  Arena arena(at.zeroed);
+  at.copies = {arena.take(copied_bytes(maps.k, plan.copies_k)),
+               arena.take(copied_bytes(maps.v, plan.copies_v))};
   at.rotated = arena.take(rotated_bytes(p));
   at.partial = arena.take(floats * int64_t{sizeof(float)});
   at.metadata = arena.take(host_metadata_bytes(p));

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/executable.h"
 #include "cuda/common/family.h"
 #include "cuda/common/few_rows.h"
 #include "cuda/common/tensor_shape.h"
@@ -131,11 +132,10 @@ DecodePlan decode_common(const Problem& problem, const Card& card);
 
 /// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
 /// launched.
-struct DecodeWorkspace {
+struct DecodeWorkspace : CallWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
   int64_t rotated = 0;              ///< q
   int64_t partial = 0;              ///< partial results of splits
-  int64_t metadata = 0, end = 0;    ///< host metadata
 };
 DecodeWorkspace workspace_of(const Problem& problem, const DecodePlan& plan);
 

@@ -121,7 +121,7 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool i
   Reasons passed_over = reasons;
   for (const auto& candidate : candidates) {
     const std::string why = defect_of(*candidate);
-    if (why.empty()) return candidate->executable(gpu, std::move(passed_over));
+    if (why.empty()) return candidate->executable(gpu, passed_over);
     if (defect.empty()) defect = why;
     passed_over.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
     if (invariant) break;
@@ -131,7 +131,7 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool i
       fmt::format("the compiled kernel is slower than it looks: it {}; {}", defect,
                   invariant ? "the tile of an invariant call depends on nothing else"
                             : "so is that of every other tile"));
-  return candidates.at(0)->executable(gpu, std::move(reasons));
+  return candidates.at(0)->executable(gpu, reasons);
 }
 
 }  // namespace fulgur::cuda

@@ -63,7 +63,7 @@ class CudaEngine final : public Engine {
       *why = fmt::format("wants {} bytes of workspace, max_workspace is {}", fused->workspace,
                          p.max_workspace);
     }
-    return why->empty() ? fused->executable(gpu, std::move(reasons)) : nullptr;
+    return why->empty() ? fused->executable(gpu, reasons) : nullptr;
   }
   std::unique_ptr<const AppendStep> append_step(const Problem& p, int) const override {
     return cuda::append_step(p);

@@ -5,10 +5,9 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/common/launch.h"
+#include "cuda/common/forward.h"
 #include "cuda/common/planned_family.h"
 #include "cuda/common/tensor_shape.h"
-#include "cuda/device/launch_memory.h"
 #include "cuda/papers/plain_call.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward_config.h"
@@ -38,8 +37,8 @@ KernelUse fa1_kernel(const Fa1Plan& plan) {
 
 std::vector<KernelUse> fa1_kernels(const Fa1Plan& plan) { return {fa1_kernel(plan)}; }
 
-struct Fa1Workspace {
-  int64_t o = 0, statistics = 0, end = 0;
+struct Fa1Workspace : CallWorkspace {
+  int64_t o = 0, statistics = 0;
 };
 Fa1Workspace workspace_of(const Problem&, const Fa1Plan& plan) {
   const int64_t rows = plan.heads * plan.row_tiles * kernels::kStripRows;
@@ -68,52 +67,33 @@ Explanation describe(const Fa1Plan& plan) {
   return e;
 }
 
-class Fa1Executable final : public Executable {
+class Fa1Executable final : public ForwardPassExecutable {
  public:
-  Fa1Executable(const Problem& p, Gpu& gpu, const Fa1Plan& plan, Reasons reasons)
-      : gpu_(gpu), plan_(plan), reasons_(std::move(reasons)), at_(workspace_of(p, plan)) {
-    static_cast<CallParams&>(params_) = call_params(p, band_of(plan_, p.mask));
-    params_.q = {nullptr, p.q.batch, p.q.row, p.q.head};
-    params_.k = {nullptr, p.k.batch, p.k.row, p.k.head};
-    params_.v = {nullptr, p.v.batch, p.v.row, p.v.head};
-    params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
-    params_.lse_batch_stride = p.lse.batch;
-    params_.lse_head_stride = p.lse.head;
+  Fa1Executable(const Problem& p, Gpu& gpu, const Fa1Plan& plan, Explanation explanation)
+      : ForwardPassExecutable(p, gpu, std::move(explanation), workspace_of(p, plan),
+                              plan.ctas() > 0, /*out_aligned=*/true, /*has_padding=*/false),
+        plan_(plan),
+        at_(workspace_of(p, plan)) {
+    if (plan.ctas() == 0) return;
+    set_forward_call(params_, p, plan_);
+    add_operands(params_, forward_shapes(p, plan.block_keys), {});
     params_.row_tiles = plan.row_tiles;
     params_.slice_tiles = plan.slice_tiles;
-    if (plan.ctas() == 0) return;
     params_.slices = plan.slices();
     kernel_ = gpu.kernel(fa1_kernel(plan)).function;
   }
 
-  void run(const Call& call, const Run& run) const override {
-    if (plan_.ctas() == 0) return;
-    const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
-    const CurrentContext current(gpu_.context());
-    const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
-    Fa1Params p = params_;
-    p.q.data = aligned_data("q", args.q, false);
-    p.k.data = aligned_data("k", args.k, args.k.numel() == 0);
-    p.v.data = aligned_data("v", args.v, args.v.numel() == 0);
-    p.o.data = aligned_data("out", args.out, false);
-    p.lse = static_cast<float*>(args.lse.data);
-    p.o_rows = reinterpret_cast<float*>(lease.data + at_.o);
-    p.statistics = reinterpret_cast<float*>(lease.data + at_.statistics);
-    launch(static_cast<CUstream>(run.stream), kernel_, &p, {static_cast<int>(plan_.ctas())},
-           plan_.threads(), plan_.shared_bytes, "launching the kernel of FlashAttention");
-  }
-
-  Explanation explain() const override { return with_reasons(describe(plan_), reasons_); }
-
-  WorkspaceNeed workspace() const override {
-    if (at_.end == 0) return {};
-    return {at_.end, kWorkspaceAlignment, 0};
-  }
-
  private:
-  Gpu& gpu_;
+  void launch(const ForwardArgs& args, const Run& run, char* workspace) const override {
+    Fa1Params p = params_;
+    set_run(p, args, run, workspace);
+    p.o_rows = reinterpret_cast<float*>(workspace + at_.o);
+    p.statistics = reinterpret_cast<float*>(workspace + at_.statistics);
+    cuda::launch(static_cast<CUstream>(run.stream), kernel_, &p, {static_cast<int>(plan_.ctas())},
+                 plan_.threads(), plan_.shared_bytes, "launching the kernel of FlashAttention");
+  }
+
   Fa1Plan plan_;
-  Reasons reasons_;
   Fa1Workspace at_;
   Fa1Params params_{};
   CUfunction kernel_ = nullptr;

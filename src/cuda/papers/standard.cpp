@@ -126,11 +126,12 @@ StridedTensor strided(const Layout& layout, const void* data) {
 
 class StandardExecutable final : public Executable {
  public:
-  StandardExecutable(const Problem& problem, Gpu& gpu, const StandardPlan& plan, Reasons reasons)
+  StandardExecutable(const Problem& problem, Gpu& gpu, const StandardPlan& plan,
+                     Explanation explanation)
       : p_(problem),
         gpu_(gpu),
         plan_(plan),
-        reasons_(std::move(reasons)),
+        explanation_(std::move(explanation)),
         at_(workspace_of(problem, plan)),
         softmax_(gpu.kernel(softmax_kernel(plan)).function) {
     for (const Product product : products_of(plan)) {
@@ -151,7 +152,7 @@ class StandardExecutable final : public Executable {
     }
   }
 
-  Explanation explain() const override { return with_reasons(describe(plan_, p_), reasons_); }
+  Explanation explain() const override { return explanation_; }
 
   WorkspaceNeed workspace() const override {
     if (at_.end == 0) return {};
@@ -265,7 +266,7 @@ class StandardExecutable final : public Executable {
   Problem p_;
   Gpu& gpu_;
   StandardPlan plan_;
-  Reasons reasons_;
+  Explanation explanation_;
   StandardWorkspace at_;
   std::array<CUfunction, kDk + 1> products_{};
   CUfunction softmax_, gradient_ = nullptr;

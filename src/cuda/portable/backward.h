@@ -1,15 +1,10 @@
 #pragma once
 
-#include <array>
 #include <vector>
 
-#include "cuda/common/expression.h"
-#include "cuda/common/host_metadata.h"
-#include "cuda/device/gpu.h"
+#include "cuda/common/backward.h"
 #include "cuda/portable/backward_plan.h"
 #include "cuda/portable/expression_gradients.h"
-#include "engine/engine.h"
-#include "kernels/common/copy_rows_params.h"
 
 namespace fulgur::cuda::portable {
 
@@ -17,40 +12,18 @@ namespace fulgur::cuda::portable {
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan);
 
 /// The host's half of portable/backward/keys.cu: a plan with its compiled kernels on a device.
-class BackwardExecutable final : public Executable {
+class BackwardExecutable final : public BackwardPassExecutable {
  public:
-  BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan, Reasons reasons);
-
-  void run(const Call& call, const Run& run) const override;
-  Explanation explain() const override;
-  WorkspaceNeed workspace() const override;
+  BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
+                     Explanation explanation);
 
  private:
-  /// q, k, v or dout, and how it gets where the kernel reads it.
-  struct Input {
-    const char* name = "";
-    ConstTensor BackwardArgs::*argument = nullptr;
-    TensorShape shape;  ///< of the copy if it is copied
-    bool copied = false;
-    int64_t offset = 0;        ///< of the copy in the workspace
-    ForwardCopyParams copy{};  ///< without addresses
-    StridedTensor BackwardParams::*tensor = nullptr;
-  };
+  void launch(const BackwardArgs& args, const Run& run, char* workspace) const override;
 
-  void set_inputs(const Problem& problem);
-  BackwardParams params(const BackwardArgs& args, const Run& run, char* workspace) const;
-
-  Gpu& gpu_;
   BackwardPlan plan_;
-  Reasons reasons_;
-  HostMetadata metadata_;
-  DeviceExpressions expressions_;
+  BackwardWorkspace at_;
   ExpressionGradients tensor_gradients_;
-  BackwardWorkspace workspace_;
-  RowKernels row_kernels_;
-  CUfunction keys_ = nullptr, bias_gradient_ = nullptr, copy_ = nullptr;
-  BackwardParams params_{};  ///< what every run has in common
-  std::array<Input, 4> inputs_;
+  CUfunction keys_ = nullptr;
 };
 
 using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, backward_kernels>;

@@ -101,20 +101,10 @@ TileId BackwardPlan::tile() const {
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks && !plan.dbias && !plan.dtensors) return {};
-  BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
   const int64_t rows = p.hq * plan.statistics_rows;
-  at.shift = arena.take(rows * int64_t{sizeof(float)});
-  at.delta = arena.take(rows * int64_t{sizeof(float)});
-  at.dq_accum = arena.take(plan.dq_accum_floats(rows) * int64_t{sizeof(float)});
-  const bool ordered = plan.dq_method == DqMethod::kOrdered;
-  at.dq_semaphore = arena.take(ordered ? rows / plan.block_rows * int64_t{sizeof(int)} : 0);
-  const BackwardShapes shapes = backward_shapes(p);
-  const auto copy = [&](const TensorShape& shape, const std::string& why) {
-    return arena.take(why.empty() ? 0 : copied_bytes(shape));
-  };
-  at.copies = {copy(shapes.q, plan.copies_q), copy(shapes.k, plan.copies_k),
-               copy(shapes.v, plan.copies_v), copy(shapes.dout, plan.copies_dout)};
+  const int64_t semaphores = plan.dq_method == DqMethod::kOrdered ? rows / plan.block_rows : 0;
+  BackwardWorkspace at{backward_workspace(p, plan, plan, semaphores, arena)};
   at.tensor_sums = arena.take(ExpressionGradients::bytes(p));
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();

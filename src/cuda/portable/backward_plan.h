@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -10,13 +9,9 @@
 
 namespace fulgur::cuda::portable {
 
-/// Byte offsets in the workspace, after the counters. All 0 if nothing is launched.
-struct BackwardWorkspace {
-  int64_t shift = 0, delta = 0;  ///< statistics of rows
-  int64_t dq_accum = 0, dq_semaphore = 0;
-  std::array<int64_t, 4> copies{};  ///< of q, k, v and dout
-  int64_t tensor_sums = 0;          ///< of gradients of the tensors of expressions
-  int64_t metadata = 0, end = 0;    ///< metadata of the host
+/// Where things begin in the workspace, in bytes.
+struct BackwardWorkspace : AnyBackwardWorkspace {
+  int64_t tensor_sums = 0;  ///< of gradients of the tensors of expressions
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 

@@ -101,12 +101,10 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
   if (shapes.o.empty()) return {};
   ForwardWorkspace at;
   Arena arena;
-  const auto copy = [&](const TensorShape& shape, const std::string& why) {
-    return arena.take(why.empty() ? 0 : copied_bytes(shape));
-  };
-  at.copies = {copy(shapes.q, plan.copies_q), copy(shapes.k, plan.copies_k),
-               copy(shapes.v, plan.copies_v)};
-  at.numbers = arena.take(host_metadata_bytes(p));
+  at.copies = {arena.take(copied_bytes(shapes.q, plan.copies_q)),
+               arena.take(copied_bytes(shapes.k, plan.copies_k)),
+               arena.take(copied_bytes(shapes.v, plan.copies_v))};
+  at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
 }

@@ -6,15 +6,15 @@
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/executable.h"
 #include "cuda/common/planned_family.h"
 #include "cuda/portable/forward_config.h"
 
 namespace fulgur::cuda::portable {
 
 /// Where things begin in the workspace, in bytes.
-struct ForwardWorkspace {
+struct ForwardWorkspace : CallWorkspace {
   std::array<int64_t, 3> copies{};  ///< of q, k and v
-  int64_t numbers = 0, end = 0;     ///< numbers of the host
 };
 ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
 

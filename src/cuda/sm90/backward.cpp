@@ -1,8 +1,10 @@
 #include "cuda/sm90/backward.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "cuda/common/launch.h"
+#include "cuda/common/tensor_map.h"
 #include "kernels/host_device/work_tiles.h"
 
 namespace fulgur::cuda::sm90 {
@@ -50,7 +52,8 @@ KernelUse repair_kernel(const BackwardPlan& plan) {
 }
 
 /// Its tiles are 128 queries and 64 keys, whatever those of the kernel by keys are.
-KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
+BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
+  if (!plan.dbias) return {};
   BackwardKey key;
   static_cast<KernelKey&>(key) = plan;
   key.consumers = kBiasGradientRows / 64;
@@ -58,7 +61,8 @@ KernelUse bias_gradient_kernel(const BackwardPlan& plan) {
   key.block_keys = kBiasGradientKeys;
   key.dropout = plan.dropout;
   const int shared_bytes = kernels::bias_gradient_layout(tile_of(key)).bytes;
-  return use("sm90/backward/bias_gradient.cu", key, "fulgur_bias_gradient", shared_bytes);
+  return {use("sm90/backward/bias_gradient.cu", key, "fulgur_bias_gradient", shared_bytes),
+          kBiasGradientRows, kBiasGradientThreads, 1};
 }
 
 KernelUse reduce_kernel(const BackwardPlan& plan) {
@@ -80,120 +84,59 @@ bool has_round_kernel(const BackwardPlan& plan) { return plan.accumulates_dq() &
 }  // namespace
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
-  std::vector<KernelUse> kernels = {keys_kernel(plan), prepare_kernel(plan)};
-  if (has_round_kernel(plan)) kernels.push_back(round_kernel(plan));
+  std::vector<KernelUse> kernels = {keys_kernel(plan)};
   if (!plan.accumulates_dq()) kernels.push_back(rows_kernel(plan));
-  if (plan.dsinks) kernels.push_back(sinks_kernel(plan));
-  if (plan.dbias) kernels.push_back(bias_gradient_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
-  if (plan.copies()) kernels.push_back(copy_kernel());
+  add_backward_kernels(plan, plan, has_round_kernel(plan), bias_gradient_kernel(plan), kernels);
   return kernels;
 }
 
 BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
-                                       Reasons reasons)
-    : gpu_(gpu),
+                                       Explanation explanation)
+    : BackwardPassExecutable(problem, gpu, std::move(explanation), plan, plan,
+                             workspace_of(problem, plan), plan.bias != 0 ? 5 : 4, plan.p_log2(),
+                             has_round_kernel(plan), bias_gradient_kernel(plan)),
       plan_(plan),
-      reasons_(std::move(reasons)),
-      metadata_(problem, gpu),
-      expressions_(problem),
-      workspace_(workspace_of(problem, plan)) {
-  if (workspace_.end == 0) return;
-  set_params(problem);
-  set_inputs(problem);
-  row_kernels_ = RowKernels(problem, plan_, plan_, has_round_kernel(plan_), gpu_);
-  keys_ = gpu_.kernel(keys_kernel(plan_)).function;
-  if (!plan_.accumulates_dq()) rows_ = gpu_.kernel(rows_kernel(plan_)).function;
-  if (plan_.dbias) bias_gradient_ = gpu_.kernel(bias_gradient_kernel(plan_)).function;
-  if (plan_.reduces()) reduce_ = gpu_.kernel(reduce_kernel(plan_)).function;
-  if (plan_.has_repair_kernel()) repair_ = gpu_.kernel(repair_kernel(plan_)).function;
-  if (plan_.copies()) copy_ = gpu_.kernel(copy_kernel()).function;
-}
-
-void BackwardExecutable::set_params(const Problem& p) {
-  BackwardParams& to = params_;
-  to = backward_params(p, plan_, plan_, plan_.p_log2());
-  to.score_tiles = plan_.score_tiles;
-  to.splits = plan_.splits;
-  to.split_heads = plan_.split_heads;
-  to.row_splits = plan_.row_splits;
-  to.row_split_tiles = std::max(ceil_div(ceil_div(p.sq, plan_.block_rows), plan_.row_splits), 1);
-  to.cut_blocks = plan_.cut_blocks;
-  to.first_partial = plan_.first_cut_head;
-  if (plan_.dbias) to.bias_sums = bias_sums(p);
-}
-
-void BackwardExecutable::set_inputs(const Problem& p) {
-  const BackwardShapes maps = backward_shapes(p);
-  const auto input = [&](const char* name, ConstTensor BackwardArgs::*argument,
-                         const TensorShape& shape, bool copied, int64_t offset,
-                         TensorMapBlob BackwardParams::*map) {
-    Input in{name, argument, copied ? cuda::copied(shape) : shape, copied, offset, {}, map};
-    if (copied) in.copy = copy_params(shape, in.shape);
-    return in;
-  };
-  const auto& [q, k, v, dout, bias] = workspace_.copies;
-  inputs_ = {
-      input("q", &BackwardArgs::q, maps.q, !plan_.copies_q.empty(), q, &BackwardParams::q_map),
-      input("k", &BackwardArgs::k, maps.k, !plan_.copies_k.empty(), k, &BackwardParams::k_map),
-      input("v", &BackwardArgs::v, maps.v, !plan_.copies_v.empty(), v, &BackwardParams::v_map),
-      input("dout", &BackwardArgs::dout, maps.dout, !plan_.copies_dout.empty(), dout,
-            &BackwardParams::dout_map)};
-  if (plan_.bias != 0) {
-    inputs_.push_back(input("bias", &BackwardArgs::bias, maps.bias, !plan_.copies_bias.empty(),
-                            bias, &BackwardParams::bias_map));
-  }
+      at_(workspace_of(problem, plan)) {
+  if (at_.end == 0) return;
+  params_.score_tiles = plan_.score_tiles;
+  params_.splits = plan_.splits;
+  params_.split_heads = plan_.split_heads;
+  params_.row_splits = plan_.row_splits;
+  params_.row_split_tiles =
+      std::max(ceil_div(ceil_div(problem.sq, plan_.block_rows), plan_.row_splits), 1);
+  params_.cut_blocks = plan_.cut_blocks;
+  params_.first_partial = plan_.first_cut_head;
+  keys_ = gpu.kernel(keys_kernel(plan_)).function;
+  if (!plan_.accumulates_dq()) rows_ = gpu.kernel(rows_kernel(plan_)).function;
+  if (plan_.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan_)).function;
+  if (plan_.has_repair_kernel()) repair_ = gpu.kernel(repair_kernel(plan_)).function;
 }
 
 BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& run,
                                           char* workspace) const {
-  BackwardParams p = params_;
-  set_backward_tensors(p, args, run);
-  p.expression = expressions_.arguments(args.tensors);
-  if (plan_.dbias)
-    set_bias_sums(args.dbias, params_.sk, gpu_.sms(), kBiasGradientRows, p.bias_sums);
-  p.counters = reinterpret_cast<int*>(workspace);
-  p.not_finite = p.counters + kernels::kSchedulerCounters;
-  p.shift = reinterpret_cast<float*>(workspace + workspace_.shift);
-  p.delta = reinterpret_cast<float*>(workspace + workspace_.delta);
-  p.dq_accum = reinterpret_cast<float*>(workspace + workspace_.dq_accum);
-  p.dq_semaphore = reinterpret_cast<int*>(workspace + workspace_.dq_semaphore);
-  p.dq_additions = reinterpret_cast<int*>(workspace + workspace_.dq_additions);
-  p.zeros = reinterpret_cast<unsigned char*>(workspace + workspace_.zeros);
-  p.ds = reinterpret_cast<unsigned char*>(workspace + workspace_.ds);
-  p.partial_dk = reinterpret_cast<float*>(workspace + workspace_.partial_dk);
-  p.partial_dv = reinterpret_cast<float*>(workspace + workspace_.partial_dv);
-  p.first_parts = reinterpret_cast<int*>(workspace + workspace_.first_parts);
-  for (const Input& in : inputs_) {
-    const ConstTensor& tensor = args.*in.argument;
-    void* from =
-        in.copied ? workspace + in.offset : aligned_data(in.name, tensor, in.shape.empty());
+  BackwardParams p = arguments(args, run, workspace);
+  p.dq_additions = reinterpret_cast<int*>(workspace + at_.dq_additions);
+  p.zeros = reinterpret_cast<unsigned char*>(workspace + at_.zeros);
+  p.ds = reinterpret_cast<unsigned char*>(workspace + at_.ds);
+  p.partial_dk = reinterpret_cast<float*>(workspace + at_.partial_dk);
+  p.partial_dv = reinterpret_cast<float*>(workspace + at_.partial_dv);
+  p.first_parts = reinterpret_cast<int*>(workspace + at_.first_parts);
+  constexpr TensorMapBlob BackwardParams::*kMaps[] = {
+      &BackwardParams::q_map, &BackwardParams::k_map, &BackwardParams::v_map,
+      &BackwardParams::dout_map, &BackwardParams::bias_map};
+  for (size_t i = 0; i < inputs_.size(); ++i) {
+    const TensorShape& shape = inputs_[i].shape;
     // Empty tensors are never read, but their maps must be valid: they describe the workspace.
-    encode(in.shape, in.shape.empty() ? workspace : from, &(p.*in.map));
+    encode(shape, shape.empty() ? workspace : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
   }
   return p;
 }
 
-void BackwardExecutable::run(const Call& call, const Run& run) const {
-  const BackwardArgs& args = *std::get<const BackwardArgs*>(call);
-  metadata_.check(args);
-  if (workspace_.end == 0) return;
-  const CurrentContext current(gpu_.context());
+void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
-  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
-  char* const workspace = lease.data;
-  void* const metadata = workspace + workspace_.metadata;
-  BackwardParams p = params(metadata_.moved(args, metadata), run, workspace);
-  metadata_.store(args, stream, metadata);
-  for (const Input& in : inputs_) {
-    if (!in.copied) continue;
-    ForwardCopyParams copy = in.copy;
-    copy.from = (args.*in.argument).data;
-    copy.to = workspace + in.offset;
-    launch(stream, copy_, &copy, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
-           "launching the kernel that copies rows");
-  }
+  BackwardParams p = params(args, run, workspace);
   // The first kernel sets semaphores by the order of key blocks. It starts after everything that is
   // on the stream, so that all kernels see the inputs; each other one starts early.
   if (!plan_.waves.empty()) p.key_blocks = plan_.waves.front().key_blocks;
@@ -207,44 +150,27 @@ void BackwardExecutable::run(const Call& call, const Run& run) const {
           std::min<int64_t>(plan_.grid, int64_t{blocks.blocks} * blocks.batch_heads));
     };
     if (grid(p.key_blocks) > 0) {
-      launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(), plan_.keys_shared_bytes,
-             "launching the backward kernel by keys", Start::kEarly);
+      cuda::launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(),
+                   plan_.keys_shared_bytes, "launching the backward kernel by keys", Start::kEarly);
     }
     if (!plan_.accumulates_dq() && grid(p.row_blocks) > 0) {
-      launch(stream, rows_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
-             "launching the backward kernel by rows", Start::kEarly);
+      cuda::launch(stream, rows_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
+                   "launching the backward kernel by rows", Start::kEarly);
     }
   }
   if (plan_.reduces()) {
     const auto chunks = [](int dim) { return ceil_div(dim, kReduceColumns); };
     const int blocks = p.key_blocks.blocks * (chunks(plan_.head_dim) + chunks(plan_.value_dim));
     const int batch_heads = std::min(p.batch * (p.hq / p.group), kMaxGridY);
-    launch(stream, reduce_, &p, {blocks, batch_heads}, 2 * plan_.block_keys, 0,
-           "launching the kernel that reduces dK and dV", Start::kEarly);
+    cuda::launch(stream, reduce_, &p, {blocks, batch_heads}, 2 * plan_.block_keys, 0,
+                 "launching the kernel that reduces dK and dV", Start::kEarly);
   }
   row_kernels_.launch_last(stream, p);
-  if (plan_.dbias) {
-    const auto grid = std::min<int64_t>(gpu_.sms(), p.bias_sums.work_tiles);
-    if (grid > 0) {
-      launch(stream, bias_gradient_, &p, {static_cast<int>(grid)}, kBiasGradientThreads,
-             bias_gradient_kernel(plan_).shared_bytes, "launching the kernel of dbias");
-    }
-  }
+  launch_bias_gradient(stream, p);
   if (plan_.has_repair_kernel()) {
-    launch(stream, repair_, &p, {gpu_.sms()}, kRepairThreads, 0,
-           "launching the kernel that repairs gradients", Start::kEarly);
+    cuda::launch(stream, repair_, &p, {gpu_.sms()}, kRepairThreads, 0,
+                 "launching the kernel that repairs gradients", Start::kEarly);
   }
-}
-
-Explanation BackwardExecutable::explain() const {
-  Explanation e = with_reasons(describe(plan_), reasons_);
-  metadata_.describe(e);
-  return e;
-}
-
-WorkspaceNeed BackwardExecutable::workspace() const {
-  if (workspace_.end == 0) return {};
-  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
 }
 
 }  // namespace fulgur::cuda::sm90

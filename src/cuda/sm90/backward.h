@@ -1,16 +1,9 @@
 #pragma once
 
-#include <array>
 #include <vector>
 
-#include "cuda/common/expression.h"
-#include "cuda/common/host_metadata.h"
-#include "cuda/common/tensor_map.h"
-#include "cuda/device/gpu.h"
+#include "cuda/common/backward.h"
 #include "cuda/sm90/backward_plan.h"
-#include "engine/engine.h"
-#include "kernels/backward/params.h"
-#include "kernels/common/copy_rows_params.h"
 
 namespace fulgur::cuda::sm90 {
 
@@ -18,42 +11,19 @@ namespace fulgur::cuda::sm90 {
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan);
 
 /// The host's half of the kernels of sm90/backward/: a plan with its compiled kernels on a device.
-class BackwardExecutable final : public Executable {
+class BackwardExecutable final : public BackwardPassExecutable {
  public:
-  BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan, Reasons reasons);
-
-  /// Encodes the tensor maps and launches on the stream.
-  void run(const Call& call, const Run& run) const override;
-  Explanation explain() const override;
-  WorkspaceNeed workspace() const override;
+  BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
+                     Explanation explanation);
 
  private:
-  /// q, k, v or dout, and its tensor map, of the tensor or of its copy.
-  struct Input {
-    const char* name = "";
-    ConstTensor BackwardArgs::*argument = nullptr;
-    TensorShape shape;  ///< of the copy if it is copied
-    bool copied = false;
-    int64_t offset = 0;        ///< of the copy in the workspace
-    ForwardCopyParams copy{};  ///< without addresses
-    TensorMapBlob BackwardParams::*map = nullptr;
-  };
-
-  void set_params(const Problem& problem);
-  void set_inputs(const Problem& problem);
+  /// Encodes the tensor maps, and launches.
+  void launch(const BackwardArgs& args, const Run& run, char* workspace) const override;
   BackwardParams params(const BackwardArgs& args, const Run& run, char* workspace) const;
 
-  Gpu& gpu_;
   BackwardPlan plan_;
-  Reasons reasons_;
-  HostMetadata metadata_;
-  DeviceExpressions expressions_;
-  RowKernels row_kernels_;
-  CUfunction keys_ = nullptr, rows_ = nullptr, bias_gradient_ = nullptr, reduce_ = nullptr,
-             repair_ = nullptr, copy_ = nullptr;
-  BackwardWorkspace workspace_;
-  BackwardParams params_{};  ///< what every run has in common
-  std::vector<Input> inputs_;
+  BackwardWorkspace at_;
+  CUfunction keys_ = nullptr, rows_ = nullptr, reduce_ = nullptr, repair_ = nullptr;
 };
 
 }  // namespace fulgur::cuda::sm90

@@ -120,14 +120,8 @@ int64_t BackwardPlan::dq_additions(int64_t hq) const {
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
-  BackwardWorkspace at;
   Arena arena(LaunchMemory::kZeroed);
-  const int64_t statistics = p.hq * plan.statistics_rows * int64_t{sizeof(float)};
-  at.shift = arena.take(statistics);
-  at.delta = arena.take(statistics);
-  at.dq_accum =
-      arena.take(plan.dq_accum_floats(p.hq * plan.statistics_rows) * int64_t{sizeof(float)});
-  at.dq_semaphore = arena.take(plan.dq_semaphores(p.hq) * int64_t{sizeof(int)});
+  BackwardWorkspace at{backward_workspace(p, plan, plan, plan.dq_semaphores(p.hq), arena)};
   at.dq_additions = arena.take(plan.dq_additions(p.hq) * int64_t{sizeof(int)});
   at.zeros = arena.take(plan.accumulates_dq() ? 0 : kernels::kDsTileBytes);
   at.ds = arena.take(plan.ds_bytes);
@@ -138,13 +132,6 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   at.partial_dk = arena.take(column_bytes * plan.head_dim);
   at.partial_dv = arena.take(column_bytes * plan.value_dim);
   at.first_parts = arena.take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
-  const BackwardShapes maps = backward_shapes(p);
-  const auto copy = [&](const TensorShape& shape, const std::string& why) {
-    return arena.take(why.empty() ? 0 : copied_bytes(shape));
-  };
-  at.copies = {copy(maps.q, plan.copies_q), copy(maps.k, plan.copies_k),
-               copy(maps.v, plan.copies_v), copy(maps.dout, plan.copies_dout),
-               copy(maps.bias, plan.copies_bias)};
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -94,16 +93,13 @@ struct BackwardPlan : BackwardKey, BackwardLaunch, AnyBackwardPlan {
   bool reduces() const { return splits > 1; }
 };
 
-/// Byte offsets in the workspace, after the counters. All 0 if nothing is launched.
-struct BackwardWorkspace {
-  int64_t shift = 0, delta = 0;                              ///< statistics of rows
-  int64_t dq_accum = 0, dq_semaphore = 0, dq_additions = 0;  ///< of plans that accumulate dQ
-  int64_t zeros = 0, ds = 0;                                 ///< of plans that store dS
+/// Where things begin in the workspace, in bytes.
+struct BackwardWorkspace : AnyBackwardWorkspace {
+  int64_t dq_additions = 0;   ///< of plans that accumulate dQ
+  int64_t zeros = 0, ds = 0;  ///< of plans that store dS
   int64_t partial_dk = 0,
-          partial_dv = 0;           ///< for later waves, second parts of blocks, or reduction
-  int64_t first_parts = 0;          ///< counts warps that have stored those of first parts
-  std::array<int64_t, 5> copies{};  ///< of q, k, v, dout and the bias
-  int64_t metadata = 0, end = 0;    ///< metadata of the host
+          partial_dv = 0;   ///< for later waves, second parts of blocks, or reduction
+  int64_t first_parts = 0;  ///< counts warps that have stored those of first parts
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 

@@ -73,8 +73,8 @@ class ByRowsCandidate final : public Candidate {
     std::ranges::move(few_->kernels(), std::back_inserter(kernels));
     return kernels;
   }
-  std::unique_ptr<const Executable> executable(Gpu& gpu, Reasons reasons) const override {
-    return std::make_unique<ByRowsExecutable>(many_->executable(gpu, std::move(reasons)),
+  std::unique_ptr<const Executable> executable(Gpu& gpu, const Reasons& reasons) const override {
+    return std::make_unique<ByRowsExecutable>(many_->executable(gpu, reasons),
                                               few_->executable(gpu, {}));
   }
 

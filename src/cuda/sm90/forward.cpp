@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
-#include <array>
+#include <utility>
 
 #include "cuda/common/launch.h"
+#include "cuda/common/tensor_map.h"
 #include "fulgur/error.h"
 #include "kernels/sm90/forward/layout.h"
 
@@ -28,47 +28,43 @@ KernelUse values_kernel(const ForwardPlan& plan) {
 std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
-  if (plan.has_padding()) kernels.push_back(padding_kernel());
-  if (plan.copies()) kernels.push_back(copy_kernel());
+  add_forward_kernels(plan, kernels);
   if (plan.widens_v) kernels.push_back(widen_kernel());
   if (plan.work.q_tiles > 0 && plan.centers_v()) kernels.push_back(values_kernel(plan));
   return kernels;
 }
 
-ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const ForwardPlan& plan,
-                                     Reasons reasons)
-    : gpu_(gpu),
+ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPlan& plan,
+                                     Explanation explanation)
+    : ForwardPassExecutable(p, gpu, std::move(explanation), workspace_of(p, plan),
+                            !forward_shapes(p, plan.box_keys).o.empty(),
+                            plan.store != ForwardPlan::Store::kElements, plan.has_padding()),
       plan_(plan),
-      reasons_(std::move(reasons)),
-      maps_(forward_shapes(problem, plan.box_keys)),
-      numbers_(problem, gpu),
-      expressions_(problem),
-      workspace_(workspace_of(problem, plan)) {
-  set_params(problem);
-  set_inputs();
-  if (plan_.work.q_tiles > 0) {
-    kernel_ = gpu_.kernel(main_kernel(plan_)).function;
-    if (plan_.centers_v()) values_kernel_ = gpu_.kernel(values_kernel(plan_)).function;
-  }
-  if (plan_.has_padding()) padding_kernel_ = gpu_.kernel(padding_kernel()).function;
-}
-
-void ForwardExecutable::set_params(const Problem& p) {
+      out_(forward_shapes(p, plan.box_keys).o),
+      at_(workspace_of(p, plan)) {
   if (plan_.counters() * int64_t{sizeof(int)} > LaunchMemory::kZeroed) {
     throw Error(Status::kInternal,
                 fmt::format("{} counters do not fit the workspace", plan_.counters()));
   }
-  static_cast<CallParams&>(params_) = call_params(p, band_of(plan_, p.mask));
-  params_.o = {nullptr, p.out.batch, p.out.row, p.out.head};
-  params_.lse_batch_stride = p.lse.batch;
-  params_.lse_head_stride = p.lse.head;
+  set_forward_call(params_, p, plan_);
   params_.work = plan_.work;
-  params_.pages = key_pages(p);
   params_.q_descale = descale_of(p.q_descale);
   params_.k_descale = descale_of(p.k_descale);
   params_.v_descale = descale_of(p.v_descale);
-  padding_ = padding_params(p);
+  const ForwardShapes shapes = forward_shapes(p, plan.box_keys);
+  const OperandTypes types = plan.dtypes;
+  const auto& copies = at_.copies;
+  add_operands(params_, shapes,
+               {{{plan.copies_q, copies[0], types.q},
+                 {plan.copies_k, copies[1], types.k},
+                 {plan.copies_v, copies[2], types.v}}});
+  inputs_[2].any_alignment |= plan.centers_v();  // it is no tensor map's
+  if (plan.bias != 0)
+    add_input("bias", &ForwardArgs::bias, shapes.bias, {plan.copies_bias, copies[3]});
+  if (plan_.work.q_tiles == 0) return;
+  kernel_ = gpu.kernel(main_kernel(plan_)).function;
   if (!plan_.centers_v()) return;
+  values_kernel_ = gpu.kernel(values_kernel(plan_)).function;
   params_.values = centered_values(p, plan_);
   values_shared_bytes_ = kernels::values_shared_bytes(static_cast<int>(p.sk), plan_.block_keys);
   // A CTA for 32 columns of a stretch.
@@ -76,126 +72,45 @@ void ForwardExecutable::set_params(const Problem& p) {
   values_grid_ = p.sk > 0 ? columns / 32 * params_.values.stretches : 0;
 }
 
-void ForwardExecutable::set_inputs() {
-  const auto input = [&](const char* name, const TensorShape& shape, DType dtype, bool copied,
-                         int64_t offset, TensorMapBlob ForwardParams::*map,
-                         StridedTensor ForwardParams::*tensor) {
-    Input in{name,  copied ? cuda::copied(shape, dtype) : shape, copied, offset, {}, {}, map,
-             tensor};
-    if (copied) {
-      const bool widens = dtype != shape.dtype;
-      in.copies = gpu_.kernel(widens ? widen_kernel() : copy_kernel()).function;
-    }
-    const Layout& to = in.shape.strides;
-    if (tensor != nullptr) params_.*tensor = {nullptr, to.batch, to.row, to.head};
-    in.copy = copy_params(shape, in.shape);
-    return in;
-  };
-  const auto& [q, k, v, bias] = workspace_.copies;
-  const OperandTypes types = plan_.dtypes;
-  inputs_ = {input("q", maps_.q, types.q, !plan_.copies_q.empty(), q, &ForwardParams::q_map,
-                   &ForwardParams::q),
-             input("k", maps_.k, types.k, !plan_.copies_k.empty(), k, &ForwardParams::k_map,
-                   &ForwardParams::k),
-             input("v", maps_.v, types.v, !plan_.copies_v.empty(), v,
-                   plan_.centers_v() ? nullptr : &ForwardParams::v_map, &ForwardParams::v)};
-  if (plan_.bias != 0) {
-    inputs_.push_back(input("bias", maps_.bias, maps_.bias.dtype, !plan_.copies_bias.empty(), bias,
-                            &ForwardParams::bias_map, nullptr));
-  }
-}
-
-ForwardExecutable::Arguments ForwardExecutable::arguments(const ForwardArgs& args, const Run& run,
-                                                          char* workspace) const {
-  Arguments a{params_, padding_, {}};
-  ForwardParams& p = a.forward;
-  p.counters = reinterpret_cast<int*>(workspace);
-  p.tickets = p.counters + kernels::kSchedulerCounters;
-  p.partial = reinterpret_cast<float*>(workspace + workspace_.partial);
-  p.values.image = reinterpret_cast<unsigned char*>(workspace + workspace_.image);
-  p.values.means = reinterpret_cast<float*>(workspace + workspace_.means);
-  p.values.sums = reinterpret_cast<RowSum*>(workspace + workspace_.sums);
-  set_tensors(p, args);
-  p.expression = expressions_.arguments(args.tensors);
-  set_random_numbers(p, run);
-  a.padding.cu_seqlens_q = p.cu_seqlens_q;
-  a.padding.seqused_q = p.seqused_q;
-  p.pages.table = static_cast<const int*>(args.cache.page_table.data);
-  p.pages.indptr = static_cast<const int*>(args.cache.page_indptr.data);
-  p.sinks = sinks_of(args.sinks);
+ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& run,
+                                           char* workspace) const {
+  ForwardParams p = params_;
+  set_run(p, args, run, workspace);
   p.q_descale.data = args.descales.q_descale.data;
   p.k_descale.data = args.descales.k_descale.data;
   p.v_descale.data = args.descales.v_descale.data;
-  p.lse = a.padding.lse = static_cast<float*>(args.lse.data);
-
-  const bool elements = plan_.store == ForwardPlan::Store::kElements;
-  void* const out = elements ? args.out.data : aligned_data("out", args.out, maps_.o.empty());
-  if (plan_.store == ForwardPlan::Store::kTiles) encode(maps_.o, out, &p.o_map);
-  p.o.data = a.padding.o = out;
-
-  const std::array<const ConstTensor*, 4> tensors = {&args.q, &args.k, &args.v, &args.bias};
+  p.counters = reinterpret_cast<int*>(workspace);
+  p.tickets = p.counters + kernels::kSchedulerCounters;
+  p.partial = reinterpret_cast<float*>(workspace + at_.partial);
+  p.values.image = reinterpret_cast<unsigned char*>(workspace + at_.image);
+  p.values.means = reinterpret_cast<float*>(workspace + at_.means);
+  p.values.sums = reinterpret_cast<RowSum*>(workspace + at_.sums);
+  if (plan_.store == ForwardPlan::Store::kTiles) encode(out_, p.o.data, &p.o_map);
+  constexpr TensorMapBlob ForwardParams::*kMaps[] = {&ForwardParams::q_map, &ForwardParams::k_map,
+                                                     &ForwardParams::v_map,
+                                                     &ForwardParams::bias_map};
   for (size_t i = 0; i < inputs_.size(); ++i) {
-    const Input& in = inputs_[i];
-    a.copies[i] = in.copy;
-    a.copies[i].from = tensors[i]->data;
-    a.copies[i].to = workspace + in.offset;
-    if (in.map == nullptr) {
-      (p.*in.tensor).data = const_cast<void*>(tensors[i]->data);
-      continue;
-    }
-    void* data = in.copied ? a.copies[i].to : aligned_data(in.name, *tensors[i], in.shape.empty());
+    if (plan_.centers_v() && kMaps[i] == &ForwardParams::v_map) continue;
     // An empty q or out launches nothing; empty k and v are never read, but their maps must be
     // valid: they lie around out.
-    if (in.shape.empty()) data = out;
-    encode(in.shape, data, &(p.*in.map));
-    if (in.tensor != nullptr) (p.*in.tensor).data = data;
+    const TensorShape& shape = inputs_[i].shape;
+    encode(shape, shape.empty() ? p.o.data : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
   }
-  return a;
+  return p;
 }
 
-void ForwardExecutable::launch(const Arguments& arguments, CUstream stream) const {
-  for (size_t i = 0; i < inputs_.size(); ++i) {
-    if (!inputs_[i].copied) continue;
-    cuda::launch(stream, inputs_[i].copies, &arguments.copies[i], {kCopyBlocks * gpu_.sms()},
-                 kCopyThreads, 0, "launching the kernel that copies rows");
-  }
-  if (values_grid_ > 0) {
-    cuda::launch(stream, values_kernel_, &arguments.forward, {values_grid_},
-                 kernels::kValuesThreads, values_shared_bytes_,
-                 "launching the kernel that centres V");
-  }
-  if (plan_.work.q_tiles > 0) {
-    cuda::launch(stream, kernel_, &arguments.forward, {plan_.grid}, plan_.threads(),
-                 plan_.shared_bytes, "launching the forward kernel");
-  }
-  if (plan_.has_padding()) {
-    launch_padding(stream, padding_kernel_, arguments.padding, gpu_.sms());
-  }
-}
-
-void ForwardExecutable::run(const Call& call, const Run& run) const {
-  const ForwardArgs& args = *std::get<const ForwardArgs*>(call);
-  numbers_.check(args);
-  if (maps_.o.empty()) return;
-  const CurrentContext current(gpu_.context());
+void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
-  const LaunchMemory::Lease lease = gpu_.launch_memory().of(run, workspace());
-  char* const workspace = lease.data;
-  void* const numbers = workspace + workspace_.numbers;
-  const Arguments there = arguments(numbers_.moved(args, numbers), run, workspace);
-  numbers_.store(args, stream, numbers);
-  launch(there, stream);
-}
-
-Explanation ForwardExecutable::explain() const {
-  Explanation e = with_reasons(describe(plan_), reasons_);
-  numbers_.describe(e);
-  return e;
-}
-
-WorkspaceNeed ForwardExecutable::workspace() const {
-  if (workspace_.end == 0) return {};
-  return {workspace_.end, kWorkspaceAlignment, LaunchMemory::kZeroed};
+  const ForwardParams params = arguments(args, run, workspace);
+  if (values_grid_ > 0) {
+    cuda::launch(stream, values_kernel_, &params, {values_grid_}, kernels::kValuesThreads,
+                 values_shared_bytes_, "launching the kernel that centres V");
+  }
+  if (kernel_ != nullptr) {
+    cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+                 "launching the forward kernel");
+  }
+  launch_padding(args, stream);
 }
 
 }  // namespace fulgur::cuda::sm90

@@ -273,15 +273,13 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
   const ForwardShapes maps = forward_shapes(p, plan.box_keys);
   if (maps.o.empty()) return {};
   ForwardWorkspace at;
-  Arena arena(LaunchMemory::kZeroed);
+  at.zeroed = LaunchMemory::kZeroed;
+  Arena arena(at.zeroed);
   at.partial = arena.take(plan.partial_floats() * int64_t{sizeof(float)});
-  const auto copy = [&](const TensorShape& shape, DType dtype, const std::string& why) {
-    return arena.take(why.empty() ? 0 : copied_bytes(shape, dtype));
-  };
-  at.copies = {copy(maps.q, plan.dtypes.q, plan.copies_q),
-               copy(maps.k, plan.dtypes.k, plan.copies_k),
-               copy(maps.v, plan.dtypes.v, plan.copies_v),
-               copy(maps.bias, maps.bias.dtype, plan.copies_bias)};
+  at.copies = {arena.take(copied_bytes(maps.q, plan.copies_q, plan.dtypes.q)),
+               arena.take(copied_bytes(maps.k, plan.copies_k, plan.dtypes.k)),
+               arena.take(copied_bytes(maps.v, plan.copies_v, plan.dtypes.v)),
+               arena.take(copied_bytes(maps.bias, plan.copies_bias))};
   if (plan.centers_v()) {
     const CenteredValues v = centered_values(p, plan);
     const int64_t tiles = p.packed_k ? p.hk * v.head_tiles : p.batch * v.batch_tiles;
@@ -291,7 +289,7 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
     const int left = v.stretches > 1 ? v.stretches : 0;
     at.sums = arena.take(rows * left * int64_t{sizeof(RowSum)});
   }
-  at.numbers = arena.take(host_metadata_bytes(p));
+  at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
 }

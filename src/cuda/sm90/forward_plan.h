@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "call/problem.h"
+#include "cuda/common/executable.h"
 #include "cuda/common/family.h"
 #include "cuda/common/planned_family.h"
 #include "cuda/sm90/forward_config.h"
@@ -15,11 +16,10 @@ namespace fulgur::cuda::sm90 {
 
 /// Where things begin in the workspace, in bytes, after the counters and tickets. All 0 where
 /// nothing is launched.
-struct ForwardWorkspace {
+struct ForwardWorkspace : CallWorkspace {
   int64_t partial = 0;                     ///< what parts of split blocks leave
   std::array<int64_t, 4> copies{};         ///< of q, k, v and the bias
   int64_t image = 0, means = 0, sums = 0;  ///< of V for products of e4m3
-  int64_t numbers = 0, end = 0;            ///< numbers of the host
 };
 ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
 

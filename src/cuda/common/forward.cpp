@@ -1,0 +1,32 @@
+#include "cuda/common/forward.h"
+
+#include <utility>
+
+namespace fulgur::cuda {
+
+ForwardPassExecutable::ForwardPassExecutable(const Problem& problem, Gpu& gpu,
+                                             Explanation explanation,
+                                             const CallWorkspace& workspace, bool launches,
+                                             bool out_aligned, bool has_padding)
+    : AttentionExecutable(problem, gpu, std::move(explanation), workspace, launches),
+      out_aligned_(out_aligned),
+      padding_(padding_params(problem)) {
+  if (has_padding) padding_kernel_ = gpu.kernel(padding_kernel()).function;
+}
+
+void ForwardPassExecutable::check_addresses(const ForwardArgs& args) const {
+  AttentionExecutable::check_addresses(args);
+  aligned_data("out", args.out, !out_aligned_);
+}
+
+void ForwardPassExecutable::launch_padding(const ForwardArgs& args, CUstream stream) const {
+  if (padding_kernel_ == nullptr) return;
+  ForwardPaddingParams padding = padding_;
+  padding.o = args.out.data;
+  padding.lse = static_cast<float*>(args.lse.data);
+  padding.cu_seqlens_q = static_cast<const int*>(args.lengths.cu_seqlens_q.data);
+  padding.seqused_q = static_cast<const int*>(args.lengths.seqused_q.data);
+  cuda::launch_padding(stream, padding_kernel_, padding, gpu_.sms());
+}
+
+}  // namespace fulgur::cuda
