@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Adds PyTorch's attentions, and xFormers where it is installed, to the papers' tables of fulgur.
+"""Adds PyTorch's attentions to the papers' tables, and where they are installed Triton (triton_flash2.py) and xFormers.
 
 `fulgur bench --device cuda --reproduce fa3 --json F` makes the file; the same shapes are measured here, with standard
 attention as PyTorch's three calls, in bf16. tools/papers_table.py shows it.
@@ -36,13 +36,21 @@ def xformers(case, q, k, v):
     return ops.memory_efficient_attention(q, k, v, attn_bias=mask)
 
 
+def triton_flash2(case, q, k, v):
+    from triton_flash2 import flash2
+
+    return flash2(q, k, v, case.causal)
+
+
 PEERS = {
     "torch_three_calls": three_calls,
     "torch_flash": functools.partial(sdpa, SDPBackend.FLASH_ATTENTION),
     "torch_efficient": functools.partial(sdpa, SDPBackend.EFFICIENT_ATTENTION),
     "torch_cudnn": functools.partial(sdpa, SDPBackend.CUDNN_ATTENTION),
+    "triton_flash2": triton_flash2,
     "xformers": xformers,
 }
+MODULES = {"triton_flash2": "triton", "xformers": "xformers"}  # that a peer needs besides PyTorch
 
 
 def milliseconds(run):
@@ -89,7 +97,7 @@ def main():
     args = parser.parse_args()
     report = json.loads(args.json.read_text())
     rows = [r for r in report["results"] if r["algorithm"] == "fa2"]
-    names = [n for n in PEERS if n != "xformers" or importlib.util.find_spec("xformers")]
+    names = [n for n in PEERS if n not in MODULES or importlib.util.find_spec(MODULES[n])]
     for name in names:
         report["results"] += [made for row in rows if (made := measure(row, name))]
         print(name, sum(r["algorithm"] == name for r in report["results"]), "of", len(rows))

@@ -18,11 +18,13 @@ REPORT = ROOT / "docs/performance/papers.json.gz"
 NAMES = {
     "standard": "standard", "fa1": "FlashAttention", "fa2": "FlashAttention-2", "fa3": "FlashAttention-3",
     "torch_three_calls": "PyTorch, three calls", "torch_flash": "PyTorch, FlashAttention-2",
-    "torch_efficient": "PyTorch, memory-efficient", "torch_cudnn": "PyTorch, cuDNN", "xformers": "xFormers",
+    "torch_efficient": "PyTorch, memory-efficient", "torch_cudnn": "PyTorch, cuDNN",
+    "triton_flash2": "Triton, FlashAttention-2", "xformers": "xFormers",
 }
 COLORS = {
     "standard": "#7f8c8d", "fa1": "#e67e22", "fa2": "#2980b9", "fa3": "#c0392b", "torch_three_calls": "#bdc3c7",
-    "torch_flash": "#8e44ad", "torch_efficient": "#f1c40f", "torch_cudnn": "#27ae60", "xformers": "#34495e",
+    "torch_flash": "#8e44ad", "torch_efficient": "#f1c40f", "torch_cudnn": "#27ae60",
+    "triton_flash2": "#16a085", "xformers": "#34495e",
 }
 # Both passes together: the faster algorithm, the slower one, what the papers say, and why ours differ.
 CLAIMS = (
