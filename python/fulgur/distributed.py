@@ -17,12 +17,19 @@ import weakref
 import numpy as np
 
 from fulgur import _arguments as _a
+from fulgur import _expressions as _e
 from fulgur import _fulgur
+from fulgur._calls import gradients
 
 __all__ = ["Group", "attention", "attention_backward", "rows_of"]
 
-_TENSORS = ("alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k", "rng_state")
-_KNOWN = {*_TENSORS, *_fulgur.option_defaults(), "causal", "window", "seed", "offset", "threads", "engine"}
+_TENSORS = (
+    "alibi_slopes", "sinks", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state",
+)  # fmt: skip
+_EXPRESSIONS = ("score_mod", "mask_mod", "tensors")
+_KNOWN = {
+    *_TENSORS, *_EXPRESSIONS, *_fulgur.option_defaults(), "causal", "window", "seed", "offset", "threads", "engine",
+}  # fmt: skip
 
 
 class Group:
@@ -152,11 +159,13 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
         head_ranks: so many processes side by side exchange heads for rows before they compute (Ulysses). It divides
             the processes and the heads of k.
         return_lse: also return the log-sum-exp of each row.
-        options: causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, dropout_p, seed, offset,
-            rng_state, cu_seqlens_q, cu_seqlens_k, invariant, deterministic, max_workspace, threads, engine, as for
-            :func:`fulgur.attention`.
+        options: causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, bias, score_mod, mask_mod,
+            tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, invariant,
+            deterministic, max_workspace, threads, engine, as for :func:`fulgur.attention`. All but q, k and v are
+            those of whole sequences, the same in all processes.
 
-    Tensors of PyTorch record gradients to q, k, v and sinks.
+    Tensors of PyTorch record gradients to q, k, v, sinks, bias and tensors; those of the last three are whole in each
+    process.
 
     Returns:
         The rows of out, with ``return_lse`` also those of lse.
@@ -177,15 +186,19 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
     return tuple(results) if return_lse else results[0]
 
 
-def attention_backward(dout, q, k, v, out, lse, *, group, sharding="contiguous", head_ranks=1, dlse=None, **options):
+def attention_backward(
+    dout, q, k, v, out, lse, *, group, sharding="contiguous", head_ranks=1, dlse=None, dbias=None, dtensors=None,
+    **options,
+):  # fmt: skip
     """:func:`fulgur.attention_backward` likewise, of the rows of this process.
 
     Returns:
-        (dq, dk, dv), after them dsinks with sinks, the same on all processes.
+        (dq, dk, dv), after them dsinks with sinks, dbias where it is given, and with dtensors a dict of these, which
+        are the same on all processes.
     """
     call = _Call(group, sharding, head_ranks, options)
-    arrays = dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse)
-    return call.backward(arrays if dlse is None else arrays | {"dlse": dlse})
+    given = dict(dlse=dlse, dbias=dbias, dtensors=dtensors)
+    return call.backward(dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), given)
 
 
 class _Call:
@@ -198,27 +211,28 @@ class _Call:
         if not isinstance(sharding, str):
             raise TypeError(f"sharding: got {sharding!r}, want a string")
         self.how = sharding, _a.integer("head_ranks", head_ranks, *_a.INT32)
-        self.options = _a.options(given) | {"score_mod": None, "mask_mod": None}
+        self.options = _a.options(given)
         self.random = _a.random_numbers(given)
         self.tensors = {name: given[name] for name in _TENSORS if given.get(name) is not None}
+        self.expressions = {name: given[name] for name in _EXPRESSIONS if given.get(name) is not None}
 
     def forward(self, arrays, with_lse):
-        views = _a.views(0, **arrays, **self.tensors)
+        mods, bound = _e.of_call(self.expressions)
+        views = _a.views(0, **arrays, **self.tensors) | bound
         results = _a.forward_results(views["q"], views["v"], with_lse)
         return _a.filled(
             results, {}, arrays["q"],
             lambda written: _fulgur.forward_by_group(
-                self.group, *self.how, views | written, self.options, *self.random
+                self.group, *self.how, views | written, self.options | mods, *self.random
             ),
             0,
         )  # fmt: skip
 
-    def backward(self, arrays):
-        views = _a.views(0, **arrays, **self.tensors)
-        return _a.filled(
-            _a.backward_results(views, {}), {}, arrays["q"],
-            lambda written: _fulgur.backward_by_group(
-                self.group, *self.how, views | written, self.options, *self.random
+    def backward(self, arrays, given):
+        mods, bound = _e.of_call(self.expressions)
+        return gradients(
+            lambda views: _fulgur.backward_by_group(
+                self.group, *self.how, views, self.options | mods, *self.random
             ),
-            0,
+            arrays, bound, self.tensors | given, 0,
         )  # fmt: skip

@@ -97,6 +97,20 @@ Sequence whole_sequence(const Problem& p) {
   return s;
 }
 
+expression::Place place_of(const Problem& p, int64_t b, int64_t h, const Sequence& s) {
+  expression::Place place{.b = b,
+                          .h = h,
+                          .hk = h / p.group(),
+                          .sq = s.sq,
+                          .sk = s.sk,
+                          .q0 = p.packed ? s.q_begin : 0};
+  if (const Origin& o = p.origin; o != Origin{}) {
+    place.larger = {o.batch, o.head,           o.head / p.group(), o.query,
+                    o.key,   o.queries - p.sq, o.keys - p.sk};
+  }
+  return place;
+}
+
 Sequence Sequences::operator[](int64_t b) const {
   if (p_->origin != Origin{}) return whole_sequence(*p_);
   Sequence s{0, 0, used_q_ == nullptr ? room_q(b) : used_q_[b],

@@ -6,6 +6,7 @@
 #include "base/check.h"
 #include "call/kv_cache.h"
 #include "call/problem.h"
+#include "expression/evaluate.h"
 
 namespace fulgur {
 
@@ -50,6 +51,9 @@ class Sequences {
 
 /// The longest sequence of a problem; where all are alike, any of them.
 Sequence whole_sequence(const Problem& problem);
+
+/// Where the scores of q head h of sequence b are, for expressions; query and key aside.
+expression::Place place_of(const Problem& problem, int64_t b, int64_t h, const Sequence& s);
 
 /// Whether the host can read the lengths of a call, if it has any.
 template <class Args>

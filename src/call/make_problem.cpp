@@ -17,6 +17,49 @@
 namespace fulgur {
 namespace {
 
+Problem::Bias bias_layout(const ConstTensor& t) {
+  const auto stride = [&](int i) { return t.shape[i] == 1 ? 0 : t.strides[i]; };
+  const bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+  return {t.dtype, stride(0), stride(1), stride(2), stride(3), aligned};
+}
+
+}  // namespace
+
+Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
+  check_sizes("bias", bias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
+  const bool f64 = bias.dtype == DType::kF64;
+  if (bias.dtype != DType::kBool && (f64 ? p.dtypes.q != bias.dtype : !is_float(bias.dtype))) {
+    fail("bias", "got {}, want bool, f32, bf16, f16, or f64 where q is", name_of(bias.dtype));
+  }
+  check_device("bias", bias, p.device);
+  // Where lengths are known only when the call runs, more than the longest may have a bias.
+  const bool longer = p.packed || p.packed_k || p.has(Arg::kSeqUsedK);
+  const std::array want{p.batch, p.hq, p.sq, p.sk};
+  for (size_t i = 0; i < 4; ++i) {
+    const int64_t size = bias.shape[i];
+    if (size != 1 && size != want[i] && !(i >= 2 && longer && size > want[i])) {
+      fail("bias", "got shape {}, want ({}), or 1 for any of them{}", list(bias, bias.shape),
+           fmt::join(want, ", "), longer ? ", or more queries and keys" : "");
+    }
+  }
+  return bias_layout(bias);
+}
+
+Problem::Bias checked_dbias(const ConstTensor& dbias, const ConstTensor& bias, const Problem& p) {
+  if (bias.dtype == DType::kBool) fail("dbias", "given with a bias of bools, which has none");
+  check_sizes("dbias", dbias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
+  check_no_overlap("dbias", dbias);
+  if (dbias.shape != bias.shape) {
+    fail("dbias", "got shape {}, want {} of the bias", list(dbias, dbias.shape),
+         list(bias, bias.shape));
+  }
+  if (dbias.dtype != DType::kF32) check_dtype("dbias", dbias, bias.dtype, "that of bias, or f32");
+  check_device("dbias", dbias, p.device);
+  return bias_layout(dbias);
+}
+
+namespace {
+
 constexpr int kMaxThreads = 1024;  // a thread takes scratch memory; OpenMP ends the process when
                                    // it cannot start one
 
@@ -84,47 +127,6 @@ void set_prefixes(const ForwardArgs& args, Problem& p) {
   p.prefix_groups = groups.shape[0] - 1;
 }
 
-Problem::Bias bias_layout(const ConstTensor& t) {
-  const auto stride = [&](int i) { return t.shape[i] == 1 ? 0 : t.strides[i]; };
-  const bool aligned = reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
-  return {t.dtype, stride(0), stride(1), stride(2), stride(3), aligned};
-}
-
-/// Checks the bias of a call whose sizes `p` has, and returns where its elements lie.
-Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
-  check_sizes("bias", bias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
-  const bool f64 = bias.dtype == DType::kF64;
-  if (bias.dtype != DType::kBool && (f64 ? p.dtypes.q != bias.dtype : !is_float(bias.dtype))) {
-    fail("bias", "got {}, want bool, f32, bf16, f16, or f64 where q is", name_of(bias.dtype));
-  }
-  check_device("bias", bias, p.device);
-  // Where lengths are known only when the call runs, more than the longest may have a bias.
-  const bool longer = p.packed || p.packed_k || p.has(Arg::kSeqUsedK);
-  const std::array want{p.batch, p.hq, p.sq, p.sk};
-  for (size_t i = 0; i < 4; ++i) {
-    const int64_t size = bias.shape[i];
-    if (size != 1 && size != want[i] && !(i >= 2 && longer && size > want[i])) {
-      fail("bias", "got shape {}, want ({}), or 1 for any of them{}", list(bias, bias.shape),
-           fmt::join(want, ", "), longer ? ", or more queries and keys" : "");
-    }
-  }
-  return bias_layout(bias);
-}
-
-/// Checks the gradient of a bias that is checked, and returns where its elements lie.
-Problem::Bias checked_dbias(const ConstTensor& dbias, const ConstTensor& bias, const Problem& p) {
-  if (bias.dtype == DType::kBool) fail("dbias", "given with a bias of bools, which has none");
-  check_sizes("dbias", dbias, "(batch or 1, hq or 1, sq or 1, sk or 1)", 4);
-  check_no_overlap("dbias", dbias);
-  if (dbias.shape != bias.shape) {
-    fail("dbias", "got shape {}, want {} of the bias", list(dbias, dbias.shape),
-         list(bias, bias.shape));
-  }
-  if (dbias.dtype != DType::kF32) check_dtype("dbias", dbias, bias.dtype, "that of bias, or f32");
-  check_device("dbias", dbias, p.device);
-  return bias_layout(dbias);
-}
-
 void set_descales(const ForwardArgs& args, Problem& p) {
   const Descales& d = args.descales;
   const Coded q{"q", args.q, p.batch, p.hk}, k{"k", args.k, p.batch, p.hk},
@@ -182,7 +184,6 @@ Origin checked_origin(const Origin& given, const Problem& p) {
   const char* const other = !p.alike() || p.cache.paged() || p.has(Arg::kCacheBatchIdx)
                                 ? "lengths or caches"
                             : p.has(Arg::kTreeMask) ? "a tree_mask"
-                            : p.expressions.given() ? "expressions"
                                                     : nullptr;
   if (other != nullptr) fail("origin", "given with {}, want sequences of one length alone", other);
   Origin o = given;

@@ -23,6 +23,11 @@ Problem make_problem(const ScoresArgs& args, const Options& options);
 std::array<int64_t, 4> sizes_of_scores(const ScoresArgs& args, const Problem& problem);
 void check_scores(const ScoresArgs& args, const Problem& problem);
 
+/// Checks the bias of a call whose sizes `p` has, or its gradient, and returns where its elements
+/// lie.
+Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p);
+Problem::Bias checked_dbias(const ConstTensor& dbias, const ConstTensor& bias, const Problem& p);
+
 /// The mask that options ask for, checked.
 Mask checked_mask(const Options& options);
 

@@ -127,10 +127,7 @@ class Work {
     if (graph.call.mask < 0) return;
     std::vector<std::optional<expression::MaskHulls>> hulls(p_.batch);
     each(p_.batch, [&](int64_t b) {
-      const Sequence s = sequences_[b];
-      const int64_t q0 = p_.packed ? s.q_begin : 0;
-      hulls[b].emplace(graph, expressions_->tensors,
-                       expression::Place{.b = b, .sq = s.sq, .sk = s.sk, .q0 = q0}, kBc);
+      hulls[b].emplace(graph, expressions_->tensors, place_of(p_, b, 0, sequences_[b]), kBc);
     });
     for (auto& one : hulls) expressions_->hulls.push_back(std::move(*one));
   }

@@ -71,13 +71,16 @@ void to_batch(const char* name, bool packed, bool of_rows, T& t) {
   t.strides = batch.strides;
 }
 
-/// The rows of a rank as a call of its own, which has the shapes and dtypes of what it computes.
+/// The rows of a rank as a call of its own, which has the shapes and dtypes of what it computes;
+/// lengths and a bias, which are those of all ranks, aside.
 template <class Args>
 Args own_call(Args args) {
   const bool packed = args.lengths.cu_seqlens_q.given();
   each_rows(args, [&](const char* name, auto& t) { to_batch(name, packed, true, t); });
   each_lse(args, [&](const char* name, auto& t) { to_batch(name, packed, false, t); });
   args.lengths = {};
+  args.bias = {};
+  if constexpr (requires { args.dbias; }) args.dbias = {};
   return args;
 }
 
@@ -86,9 +89,6 @@ void check_supported(const Args& args, const Options& options) {
   const auto refuse = [](const char* name, const ConstTensor& t) {
     if (t.given()) fail(name, "given with a group, which takes none");
   };
-  refuse("seqused_q", args.lengths.seqused_q);
-  refuse("seqused_k", args.lengths.seqused_k);
-  refuse("bias", args.bias);
   if constexpr (requires { args.cache; }) {
     refuse("page_table", args.cache.page_table);
     refuse("cache_batch_idx", args.cache.cache_batch_idx);
@@ -96,8 +96,6 @@ void check_supported(const Args& args, const Options& options) {
     refuse("tree_mask", args.tree_mask);
     if (appends(args)) fail("append", "given with a group, which takes none");
   }
-  if (options.score_mod.given()) fail("score_mod", "given with a group, which takes none");
-  if (options.mask_mod.given()) fail("mask_mod", "given with a group, which takes none");
   if (options.origin != Origin{}) fail("origin", "given with a group, which sets it");
   for (const auto& [name, t] :
        {std::pair{"q", &args.q}, std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
@@ -106,6 +104,28 @@ void check_supported(const Args& args, const Options& options) {
     throw Error(Status::kUnsupported,
                 fmt::format("{}: got {}, want cpu: groups compute there alone", name,
                             fulgur::name_of(t->device)));
+  }
+}
+
+/// What fields say of the values of lengths.
+std::string values_of(const ConstTensor& t) {
+  if (!t.given()) return "()";
+  const auto* const values = static_cast<const int32_t*>(t.data);
+  return fmt::format("({})", fmt::join(values, values + t.shape[0], ", "));
+}
+
+/// A shape, and the dtype.
+std::string layout_of(const ConstTensor& t) {
+  const auto shape = std::span(t.shape).first(t.rank);
+  return fmt::format("{} ({})", fulgur::name_of(t.dtype), fmt::join(shape, ", "));
+}
+
+/// That an expression does not ask where a sequence begins among packed ones, as no call has them.
+void check_symbols(const expression::Expressions& expressions) {
+  for (const expression::Node& node : expressions.graph(false).graph.nodes) {
+    if (node.op() == expression::Op::kSymbol && node.content.symbol == expression::Symbol::kQ0) {
+      fail("score_mod, mask_mod", "ask for q0 with a group, want q, a query of its sequence");
+    }
   }
 }
 
@@ -118,7 +138,48 @@ std::vector<int64_t> ends_of(const char* name, const ConstTensor& cu) {
   return {ends, ends + cu.shape[0]};
 }
 
+/// Checks a bias, which is that of all ranks.
+template <class Args>
+void check_whole_bias(const Args& args, const DistributedPlan::Impl& plan) {
+  Problem whole = plan.problem;
+  const auto longest = [&](const Rows& rows) {
+    int64_t most = 0;
+    for (int64_t s = 0; s < rows.sequences(); ++s) most = std::max(most, rows.length(s));
+    return most;
+  };
+  if (plan.packed) whole.batch = plan.q_rows.sequences();
+  whole.packed = plan.packed;
+  whole.sq = longest(plan.q_rows);
+  whole.sk = longest(plan.k_rows);
+  checked_bias(args.bias, whole);
+  if constexpr (requires { args.dbias; }) {
+    if (args.dbias.given()) checked_dbias(args.dbias, args.bias, whole);
+  }
+}
+
+std::vector<int64_t> used_of(const char* name, const ConstTensor& t, bool packed,
+                             const Rows& rows) {
+  if (!t.given()) return {};
+  check_data(name, t);
+  const auto* const values = static_cast<const int32_t*>(t.data);
+  for (int64_t b = 0; b < t.shape[0]; ++b) {
+    const int64_t room = rows.length(packed ? b : 0);
+    if (values[b] < 0 || values[b] > room) {
+      fail(name, "got {} at {}, want 0 to {}", values[b], b, room);
+    }
+  }
+  return {values, values + t.shape[0]};
+}
+
 }  // namespace
+
+std::vector<int64_t> DistributedPlan::Impl::used_queries(const VarLen& lengths) const {
+  return used_of("seqused_q", lengths.seqused_q, packed, q_rows);
+}
+
+std::vector<int64_t> DistributedPlan::Impl::used_keys(const VarLen& lengths) const {
+  return used_of("seqused_k", lengths.seqused_k, packed, k_rows);
+}
 
 template <class Args>
 DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const Group& in_group,
@@ -135,6 +196,9 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   Fields fields;
   try {
     check_supported(args, options);
+    if constexpr (requires { args.dbias; }) {
+      if (args.dbias.given() && !args.bias.given()) fail("dbias", "given without bias");
+    }
     packed = cu_q.given();
     if (packed) q_ends = ends_of("cu_seqlens_q", cu_q);
     if (packed) k_ends = cu_k.given() ? ends_of("cu_seqlens_k", cu_k) : q_ends;
@@ -187,6 +251,20 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
         args);
     same("cu_seqlens_q", fmt::format("({})", fmt::join(q_ends, ", ")));
     same("cu_seqlens_k", fmt::format("({})", fmt::join(k_ends, ", ")));
+    const int64_t sequences = packed ? std::ssize(q_ends) - 1 : p.batch;
+    for (const auto& [name, used] : {std::pair{"seqused_q", &args.lengths.seqused_q},
+                                     std::pair{"seqused_k", &args.lengths.seqused_k}}) {
+      if (!used->given()) continue;
+      check_indices(name, *used, sequences, "(batch)", {});
+      check_data(name, *used);
+      same(name, values_of(*used));
+    }
+    if (args.bias.given()) same("bias", layout_of(args.bias));
+    const auto text = [](const std::string& of) { return of.empty() ? "none" : of; };
+    same("score_mod", text(p.expressions.score_text()));
+    same("mask_mod", text(p.expressions.mask_text()));
+    if (packed && p.expressions.given()) check_symbols(p.expressions);
+    for (const TensorBinding& t : args.tensors) same(t.name.c_str(), layout_of(t.tensor));
   } catch (const Error& wrong) {
     error = wrong;
   }
@@ -212,6 +290,11 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   q_rows = rows_by("q", 0, std::move(q_ends));
   k_rows = rows_by("k", 1, std::move(k_ends));
 
+  used_queries(args.lengths);  // checks them
+  used_keys(args.lengths);
+  if (args.bias.given()) check_whole_bias(args, *this);
+  distributed::each_whole_gradient(args, [&](const Tensor& t) { sum_bytes += t.numel() * 8; });
+
   // As few steps as hide transfers and fit the memory; gradients of keys by gathered queries are
   // shared out among threads by heads.
   const int64_t most = problem.hk / head_ranks;
@@ -223,7 +306,7 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
       distributed::Step(*this, arena, step);
       step_bytes = std::max(step_bytes, arena.used());
     }
-    const int64_t bytes = 3 * step_bytes;
+    const int64_t bytes = 3 * step_bytes + sum_bytes;
     if (options.max_workspace == 0 || bytes <= options.max_workspace) break;
     if (steps == most) {
       fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, bytes);
@@ -248,7 +331,9 @@ void DistributedPlan::run(const BackwardArgs& args, const Run& run) const {
   distributed::run_plan(*impl_, args, run);
 }
 
-int64_t DistributedPlan::workspace_bytes() const { return 3 * impl_->step_bytes; }
+int64_t DistributedPlan::workspace_bytes() const {
+  return 3 * impl_->step_bytes + impl_->sum_bytes;
+}
 
 std::string DistributedPlan::explain() const {
   const Impl& plan = *impl_;

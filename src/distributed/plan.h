@@ -52,6 +52,9 @@ struct DistributedPlan::Impl {
     for (int r = 0; r < group.size(); ++r) rows += same_node(r, me) ? q_rows.count(r) : 0;
     return rows;
   }
+  /// How many rows of each sequence exist, in a call; empty: all.
+  std::vector<int64_t> used_queries(const VarLen& lengths) const;
+  std::vector<int64_t> used_keys(const VarLen& lengths) const;
   DType sum_dtype() const { return problem.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   Group group;
@@ -64,6 +67,7 @@ struct DistributedPlan::Impl {
   distributed::Rows q_rows, k_rows;
   int64_t steps = 1;
   int64_t step_bytes = 0;  ///< memory of a step
+  int64_t sum_bytes = 0;   ///< of the gradients that all ranks get whole
   ForwardArgs planned_forward;
   BackwardArgs planned_backward;
 };
@@ -121,6 +125,18 @@ struct Step {
     part_dv = arena.rows(gradient, batch, keys, hk, p.dv);
   }
 };
+
+/// The gradients of tensors that all ranks have whole.
+template <class Args, class Visit>
+void each_whole_gradient(const Args& args, const Visit& visit) {
+  if constexpr (requires { args.dbias; }) {
+    if (args.dsinks.given()) visit(args.dsinks);
+    if (args.dbias.given()) visit(args.dbias);
+    for (const TensorBinding& t : args.tensors) {
+      if (t.grad.given()) visit(t.grad);
+    }
+  }
+}
 
 /// A call of all ranks, with arguments like the planned ones.
 void run_plan(const DistributedPlan::Impl& plan, const ForwardArgs& args, const Run& run);

@@ -6,8 +6,12 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cstring>
+#include <deque>
 #include <future>
+#include <limits>
 #include <memory>
+#include <span>
 #include <type_traits>
 
 #include "base/check.h"
@@ -48,14 +52,74 @@ class Line {
   std::shared_future<void> last_;
 };
 
-/// Elements [begin, begin + count) of the last dimension.
-ConstTensor slice(ConstTensor t, const Heads& heads) {
-  if (!t.given()) return t;
-  const int dim = t.rank - 1;
-  t.data = static_cast<const std::byte*>(t.data) + heads.begin * t.strides[dim] * size_of(t.dtype);
-  t.shape[dim] = heads.count;
+/// Elements [begin, begin + count) of a dimension, of which there may be one for all.
+template <class T>
+T narrow(T t, int dim, int64_t begin, int64_t count) {
+  if (!t.given() || t.shape[dim] == 1) return t;
+  using Byte = std::conditional_t<std::is_same_v<T, Tensor>, std::byte, const std::byte>;
+  t.data = static_cast<Byte*>(t.data) + begin * t.strides[dim] * size_of(t.dtype);
+  t.shape[dim] = count;
   return t;
 }
+
+/// Calls visit(offset in x, offset in y) for all elements of tensors of one shape.
+template <class Visit>
+void each_element(const Tensor& x, const Tensor& y, const Visit& visit, int dim = 0,
+                  int64_t at_x = 0, int64_t at_y = 0) {
+  if (dim == x.rank) return visit(at_x, at_y);
+  for (int64_t i = 0; i < x.shape[dim]; ++i) {
+    each_element(x, y, visit, dim + 1, at_x + i * x.strides[dim], at_y + i * y.strides[dim]);
+  }
+}
+
+void fill(const Tensor& t, double value) {
+  each_element(t, t, [&](int64_t at, int64_t) { store_element(t.data, t.dtype, at, value); });
+}
+
+void convert(const Tensor& from, const Tensor& to) {
+  each_element(from, to, [&](int64_t x, int64_t y) {
+    store_element(to.data, to.dtype, y, load_element(from.data, from.dtype, x));
+  });
+}
+
+Tensor contiguous(void* data, DType dtype, const Tensor& like) {
+  return Tensor::contiguous(data, dtype, std::span(like.shape).first(like.rank));
+}
+
+/// The gradient of a tensor that all ranks have whole: sums over the calls of a rank, then over
+/// ranks, in their order.
+struct WholeGradient {
+  Tensor to;
+  std::vector<double> memory;
+
+  explicit WholeGradient(const Tensor& t = {}) : to(t), memory(t.given() ? t.numel() : 0) {}
+  Tensor sums() { return contiguous(memory.data(), DType::kF64, to); }
+};
+
+/// What a call gives of one, until it is added to the sums.
+struct CallGradient {
+  Tensor sums;
+  std::vector<double> memory;
+  Tensor own;
+
+  CallGradient(const Tensor& sums, DType of)
+      : sums(sums),
+        memory(sums.numel()),
+        own(contiguous(memory.data(), of == DType::kF64 ? of : DType::kF32, sums)) {}
+  void add() const {
+    auto* const to = static_cast<double*>(sums.data);
+    each_element(own, sums,
+                 [&](int64_t x, int64_t y) { to[y] += load_element(own.data, own.dtype, x); });
+  }
+};
+
+/// Sequences of the batch, side by side, that a call computes, and their lengths. The first one's
+/// number is that of all packed sequences.
+struct Sequences {
+  int64_t number, first, count, queries, keys;
+
+  Part of(const Part& x) const { return x.slice(0, first, count); }
+};
 
 /// One run of a plan.
 template <class Args>
@@ -66,8 +130,12 @@ class Work {
   Work(const Impl& plan, const Args& args, const Run& run)
       : plan_(plan), p_(plan.problem), group_(plan.group.impl()), args_(args), run_(run) {
     run_.workspace = {};
+    used_q_ = plan.used_queries(args.lengths);
+    used_k_ = plan.used_keys(args.lengths);
     if constexpr (kBackward) {
-      if (p_.has(Arg::kDsinks)) dsinks_.resize(p_.hq);
+      dsinks_ = WholeGradient(args.dsinks);
+      dbias_ = WholeGradient(args.dbias);
+      for (const TensorBinding& t : args.tensors) of_tensors_.emplace_back(t.grad);
       if (!plan.gathers_queries()) make_sums();
     }
   }
@@ -92,7 +160,9 @@ class Work {
     returned.get();
     if constexpr (kBackward) {
       if (!plan_.gathers_queries()) round_sums();
-      if (!dsinks_.empty()) finish_dsinks();
+      finish(dsinks_);
+      finish(dbias_);
+      for (WholeGradient& g : of_tensors_) finish(g);
     }
   }
 
@@ -100,13 +170,28 @@ class Work {
   static Part part(const ConstTensor& t) { return Part::of_rows(t); }
   static Part part(const Tensor& t) { return Part::of_rows(t); }
 
-  /// Calls visit(source rank, run) for all runs of ranks whose queries, or keys, rank `computing`
-  /// has to compute.
+  bool has_lengths() const { return !used_q_.empty() || !used_k_.empty(); }
+
+  /// Calls visit(source rank, run, sequences) for all runs of ranks whose queries, or keys, this
+  /// rank has to compute; of each sequence where they have lengths of their own.
   template <class Visit>
-  void each_run(const Rows& rows, int computing, const Visit& visit) const {
+  void each_run(const Rows& rows, const Visit& visit) const {
+    const bool alone = !plan_.packed && has_lengths();
     for (int source = 0; source < group_.ranks; ++source) {
-      if (!plan_.same_node(computing, source)) continue;
-      for (const RowRun& run : rows.of(source)) visit(source, run);
+      if (!plan_.same_node(group_.rank, source)) continue;
+      for (const RowRun& run : rows.of(source)) {
+        for (int64_t b = 0; b < (alone ? p_.batch : 1); ++b) {
+          const int64_t number = alone ? b : run.sequence;
+          visit(
+              source, run,
+              Sequences{
+                  .number = number,
+                  .first = b,
+                  .count = alone ? 1 : p_.batch,
+                  .queries = used_q_.empty() ? plan_.q_rows.length(run.sequence) : used_q_[number],
+                  .keys = used_k_.empty() ? plan_.k_rows.length(run.sequence) : used_k_[number]});
+        }
+      }
     }
   }
 
@@ -191,55 +276,74 @@ class Work {
   }
 
   /// The options of a call of a part of a sequence.
-  Options options_of(int64_t sequence, const Heads& heads, int64_t query, int64_t key) const {
+  Options options_of(const Sequences& s, const Heads& heads, int64_t query, int64_t key) const {
     Options options = plan_.options;
     options.max_seqlen_q = options.max_seqlen_k = options.max_workspace = 0;
-    options.origin = {.batch = sequence,
+    options.origin = {.batch = s.number,
                       .head = heads.begin,
                       .query = query,
                       .key = key,
                       .heads = p_.hq,
-                      .queries = plan_.q_rows.length(sequence),
-                      .keys = plan_.k_rows.length(sequence)};
+                      .queries = s.queries,
+                      .keys = s.keys};
     return options;
   }
 
   void compute(int64_t number, const Step& step) {
     const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
     if constexpr (kBackward) {
-      if (!dsinks_.empty()) compute_dsinks(heads, step);
-      if (!plan_.gathers_queries()) {
+      if (args_.dsinks.given()) compute_dsinks(heads, step);
+      if (!plan_.gathers_queries() || has_lengths()) {
         std::memset(step.dk.data, 0, step.dk.bytes());
         std::memset(step.dv.data, 0, step.dv.bytes());
       }
     }
-    each_run(plan_.q_rows, plan_.me, [&](int source, const RowRun& run) {
+    if (has_lengths()) write_padding(step);
+    each_run(plan_.q_rows, [&](int source, const RowRun& run, const Sequences& s) {
+      const int64_t size = std::min(run.end, s.queries) - run.begin;
+      if (size <= 0) return;
       const int64_t at = plan_.place(plan_.me, source, run);
-      const auto rows = [&](const Part& x) { return x.rows(at, run.size()); };
-      const int64_t first = plan_.k_rows.begin(run.sequence);
-      const int64_t count = plan_.k_rows.length(run.sequence);
+      const auto rows = [&](const Part& x) { return s.of(x).rows(at, size); };
+      const int64_t first = plan_.k_rows.begin(run.sequence), count = s.keys;
+      const auto keys = [&](const Part& x) { return s.of(x).rows(first, count); };
       Args call;
       call.q = rows(step.q).tensor();
-      call.k = step.k.rows(first, count).tensor();
-      call.v = step.v.rows(first, count).tensor();
+      call.k = keys(step.k).tensor();
+      call.v = keys(step.v).tensor();
       call.out = rows(step.out).tensor();
       if (p_.has(Arg::kLse)) call.lse = rows(step.lse).lse();
-      call.alibi_slopes = slopes(heads, run.sequence);
+      call.alibi_slopes = slopes(heads, s);
       call.rng_state = args_.rng_state;
-      const Options options = options_of(run.sequence, heads, run.begin, 0);
+      const auto of_bias = [&](const auto& whole) {
+        return part_of_bias(whole, s, heads, {run.begin, size}, {0, count});
+      };
+      call.bias = of_bias(args_.bias);
+      call.tensors = args_.tensors;
+      const Options options = options_of(s, heads, run.begin, 0);
       if constexpr (kBackward) {
         call.dout = rows(step.dout).tensor();
         if (p_.has(Arg::kDlse)) call.dlse = rows(step.dlse).lse();
         call.dq = rows(step.dq).tensor();
-        const Part dk = step.part_dk.rows(0, count), dv = step.part_dv.rows(0, count);
+        const auto unused = [&](const Part& x) { return s.of(x).rows(0, count); };
+        const Part dk = unused(step.part_dk), dv = unused(step.part_dv);
         call.dk = dk.tensor();
         call.dv = dv.tensor();
+        std::deque<CallGradient> parts;
+        const auto part_of = [&](const Tensor& sums, DType of) {
+          return parts.emplace_back(sums, of).own;
+        };
+        if (args_.dbias.given()) call.dbias = part_of(of_bias(dbias_.sums()), args_.bias.dtype);
+        for (size_t n = 0; n < call.tensors.size(); ++n) {
+          TensorBinding& t = call.tensors[n];
+          if (t.grad.given()) t.grad = part_of(of_tensors_[n].sums(), t.tensor.dtype);
+        }
         fulgur::backward(call, options, run_);
+        for (const CallGradient& part : parts) part.add();
         if (plan_.gathers_queries()) return;
-        add(dk, step.dk.rows(first, count));
-        add(dv, step.dv.rows(first, count));
+        add(dk, keys(step.dk));
+        add(dv, keys(step.dv));
       } else {
-        call.sinks = slice(args_.sinks, heads);
+        call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
         fulgur::forward(call, options, run_);
       }
     });
@@ -248,22 +352,41 @@ class Work {
     }
   }
 
-  ConstTensor slopes(const Heads& heads, int64_t sequence) const {
-    ConstTensor t = slice(args_.alibi_slopes, heads);
-    if (!plan_.packed || t.rank != 2) return t;
-    t.data = static_cast<const std::byte*>(t.data) + sequence * t.strides[0] * size_of(t.dtype);
-    t.shape[0] = 1;
-    return t;
+  /// What no query and no key gets: no results, and gradients of 0.
+  void write_padding(const Step& step) const {
+    if constexpr (kBackward) {
+      fill(step.dq.tensor(), 0);
+    } else {
+      fill(step.out.tensor(), 0);
+      if (p_.has(Arg::kLse)) fill(step.lse.tensor(), -std::numeric_limits<double>::infinity());
+    }
+  }
+
+  ConstTensor slopes(const Heads& heads, const Sequences& s) const {
+    const ConstTensor& t = args_.alibi_slopes;
+    const ConstTensor own = t.rank == 2 ? narrow(t, 0, s.number, s.count) : t;
+    return narrow(own, t.rank - 1, heads.begin, heads.count);
+  }
+
+  /// Of the bias of all ranks, or of its gradient: some queries and keys.
+  template <class T>
+  static T part_of_bias(const T& whole, const Sequences& s, const Heads& heads,
+                        const Heads& queries, const Heads& keys) {
+    T t = narrow(whole, 0, s.number, s.count);
+    t = narrow(t, 1, heads.begin, heads.count);
+    t = narrow(t, 2, queries.begin, queries.count);
+    return narrow(t, 3, keys.begin, keys.count);
   }
 
   /// dK and dV of the keys of this node, by all queries.
   void compute_key_gradients(const Heads& heads, const Step& step) {
-    each_run(plan_.k_rows, plan_.me, [&](int, const RowRun& run) {
-      const int64_t first = plan_.q_rows.begin(run.sequence);
-      const int64_t count = plan_.q_rows.length(run.sequence);
-      const auto queries = [&](const Part& x) { return x.rows(first, count); };
+    each_run(plan_.k_rows, [&](int, const RowRun& run, const Sequences& s) {
+      const int64_t size = std::min(run.end, s.keys) - run.begin;
+      if (size <= 0) return;
+      const int64_t first = plan_.q_rows.begin(run.sequence), count = s.queries;
+      const auto queries = [&](const Part& x) { return s.of(x).rows(first, count); };
       const auto keys = [&](const Part& x) {
-        return x.rows(plan_.k_rows.row(run), run.size()).tensor();
+        return s.of(x).rows(plan_.k_rows.row(run), size).tensor();
       };
       Args call;
       call.q = queries(step.q).tensor();
@@ -273,12 +396,15 @@ class Work {
       call.lse = queries(step.lse).lse();
       call.dout = queries(step.dout).tensor();
       if (p_.has(Arg::kDlse)) call.dlse = queries(step.dlse).lse();
-      call.alibi_slopes = slopes(heads, run.sequence);
+      call.alibi_slopes = slopes(heads, s);
       call.rng_state = args_.rng_state;
+      call.bias = part_of_bias(args_.bias, s, heads, {0, count}, {run.begin, size});
+      call.tensors = args_.tensors;
+      for (TensorBinding& t : call.tensors) t.grad = {};
       call.dq = queries(step.unused_dq).tensor();
       call.dk = keys(step.dk);
       call.dv = keys(step.dv);
-      fulgur::backward(call, options_of(run.sequence, heads, 0, run.begin), run_);
+      fulgur::backward(call, options_of(s, heads, 0, run.begin), run_);
     });
   }
 
@@ -312,25 +438,29 @@ class Work {
     options.engine = plan_.options.engine;
     fulgur::backward(call, options);
     for (int64_t h = 0; h < heads.count; ++h) {
-      dsinks_[heads.begin + h] = load_element(sums.data(), dtype, h);
+      dsinks_.memory[heads.begin + h] = load_element(sums.data(), dtype, h);
     }
   }
 
-  void finish_dsinks() {
-    std::vector<double> total(p_.hq);
-    const auto part_of = [&](std::vector<double>& sums) {
-      return Part::of_rows(Tensor::contiguous(sums.data(), DType::kF64, {1, p_.hq, 1}));
-    };
-    Shipment all(group_);
-    for (int r = 0; r < group_.ranks; ++r) {
-      all.send(r, part_of(dsinks_));
-      all.receive_sum(r, part_of(total));
+  /// Adds the sums of all ranks, some at a time.
+  void finish(WholeGradient& g) {
+    constexpr int64_t kAtATime = 1 << 18;
+    const auto size = std::ssize(g.memory);
+    for (int64_t at = 0; at < size; at += kAtATime) {
+      const int64_t count = std::min(kAtATime, size - at);
+      std::vector<double> total(count);
+      const auto part_of = [&](double* sums) {
+        return Part::of_rows(Tensor::contiguous(sums, DType::kF64, {1, count, 1}));
+      };
+      Shipment all(group_);
+      for (int r = 0; r < group_.ranks; ++r) {
+        all.send(r, part_of(g.memory.data() + at));
+        all.receive_sum(r, part_of(total.data()));
+      }
+      all.run(false);
+      std::ranges::copy(total, g.memory.begin() + at);
     }
-    all.run(false);
-    const Tensor& to = args_.dsinks;
-    for (int64_t h = 0; h < p_.hq; ++h) {
-      store_element(to.data, to.dtype, h * to.strides[0], total[h]);
-    }
+    if (g.to.given()) convert(g.sums(), g.to);
   }
 
   static void add(const Part& from, const Part& to) {
@@ -358,23 +488,8 @@ class Work {
   }
 
   void round_sums() {
-    const auto round = [](const Part& from, const Part& to) {
-      for (int64_t b = 0; b < to.shape[0]; ++b) {
-        for (int64_t r = 0; r < to.shape[1]; ++r) {
-          for (int64_t h = 0; h < to.shape[2]; ++h) {
-            const auto at = [&](const Part& x) {
-              return b * x.strides[0] + r * x.strides[1] + h * x.strides[2];
-            };
-            for (int64_t c = 0; c < to.shape[3]; ++c) {
-              store_element(to.data, to.dtype, at(to) + c,
-                            load_element(from.data, from.dtype, at(from) + c));
-            }
-          }
-        }
-      }
-    };
-    round(sum_dk_, part(args_.dk));
-    round(sum_dv_, part(args_.dv));
+    convert(sum_dk_.tensor(), part(args_.dk).tensor());
+    convert(sum_dv_.tensor(), part(args_.dv).tensor());
   }
 
   const Impl& plan_;
@@ -384,7 +499,9 @@ class Work {
   Run run_;
   std::unique_ptr<std::byte[]> sums_;
   Part sum_dk_, sum_dv_;
-  std::vector<double> dsinks_;
+  std::vector<int64_t> used_q_, used_k_;  // of each sequence, where not all rows exist
+  WholeGradient dsinks_, dbias_;
+  std::vector<WholeGradient> of_tensors_;
 };
 
 template <class Args>

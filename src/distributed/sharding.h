@@ -26,6 +26,7 @@ class Rows {
   const std::vector<RowRun>& of(int rank) const { return runs_[rank]; }
   int64_t count(int rank) const;
   int64_t total() const { return ends_.back() - ends_.front(); }
+  int64_t sequences() const { return std::ssize(ends_) - 1; }
   int64_t begin(int64_t sequence) const { return ends_[sequence] - ends_.front(); }
   int64_t length(int64_t sequence) const { return ends_[sequence + 1] - ends_[sequence]; }
   /// Where a run begins among all rows.

@@ -8,23 +8,23 @@ namespace fulgur::expression {
 int64_t Place::of(Symbol symbol) const {
   switch (symbol) {
     case Symbol::kB:
-      return b;
+      return b + larger.b;
     case Symbol::kH:
-      return h;
+      return h + larger.h;
     case Symbol::kHk:
-      return hk;
+      return hk + larger.hk;
     case Symbol::kQ:
-      return q;
+      return q + larger.q;
     case Symbol::kK:
-      return k;
+      return k + larger.k;
     case Symbol::kSq:
-      return sq;
+      return sq + larger.sq;
     case Symbol::kSk:
-      return sk;
+      return sk + larger.sk;
     case Symbol::kQ0:
       return q0;
     case Symbol::kDelta:
-      return k - q - (sk - sq);
+      return of(Symbol::kK) - of(Symbol::kQ) - (of(Symbol::kSk) - of(Symbol::kSq));
     case Symbol::kScore:
     case Symbol::kCount:
       break;

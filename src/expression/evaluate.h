@@ -13,7 +13,12 @@ namespace fulgur::expression {
 
 /// Where a score is; the value of each symbol but that of the score itself.
 struct Place {
+  /// In a call. Where that is a part of a larger one, symbols are those of the larger one.
   int64_t b = 0, h = 0, hk = 0, q = 0, k = 0, sq = 0, sk = 0, q0 = 0;
+  struct Larger {
+    int64_t b = 0, h = 0, hk = 0, q = 0, k = 0;  ///< of it, where the call begins
+    int64_t sq = 0, sk = 0;                      ///< rows and keys that the call does not have
+  } larger{};
 
   int64_t of(Symbol symbol) const;
 };

@@ -181,13 +181,8 @@ TileMap Plan::tiles(int64_t b, std::span<const TensorBinding> tensors, int64_t h
   for (const TensorBinding& t : bound) data.push_back(t.tensor);
   const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
   const Sequence& s = lengths[std::min<size_t>(b, lengths.size() - 1)];
-  const expression::Place place{.b = b,
-                                .h = h,
-                                .hk = h / (p.hq / p.hk),
-                                .sq = s.sq,
-                                .sk = s.sk,
-                                .q0 = p.packed ? s.q_begin : 0};
-  expression::hide(expression::StagedGraph(p.expressions.graph(false)), data, place, &map);
+  expression::hide(expression::StagedGraph(p.expressions.graph(false)), data, place_of(p, b, h, s),
+                   &map);
   return map;
 }
 

@@ -260,11 +260,7 @@ class Work {
 
   HeadExpressions expressions_of(int64_t b, int64_t h, const Sequence& s,
                                  std::span<std::vector<double>> of_tensors) const {
-    const int64_t q0 = p_.packed ? s.q_begin : 0;
-    return {expressions_,
-            tensors_,
-            {.b = b, .h = h, .hk = h / p_.group(), .sq = s.sq, .sk = s.sk, .q0 = q0},
-            of_tensors};
+    return {expressions_, tensors_, place_of(p_, b, h, s), of_tensors};
   }
 
   Head head(int64_t b, int64_t h, const Sequence& s, const std::vector<double>& q,

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <barrier>
 #include <chrono>
+#include <cmath>
 #include <csignal>
 #include <cstring>
 #include <functional>
@@ -149,7 +150,17 @@ Taken take(const Tensor& from, int dim, const std::vector<int64_t>& rows) {
 struct Problem {
   Case c;
   Distribution distribution;
-  std::vector<Rows> lengths = {};  // packed
+  std::vector<Rows> lengths = {};                     // packed
+  std::function<void(Workload&)> add = [](auto&) {};  // expressions
+};
+
+/// Whose rows a tensor has, or that all ranks have it whole.
+enum class Of { kQueries, kKeys, kAll };
+
+struct Output {
+  Tensor tensor;
+  int dim;  // of the rows
+  Of of;
 };
 
 /// A workload and how its rows are shared out.
@@ -170,17 +181,31 @@ struct Shared {
   int row_dim() const { return problem.c.packed() ? 0 : 1; }
   int lse_dim() const { return problem.c.packed() ? 1 : 2; }
 
-  /// The outputs, with the dimension of their rows.
-  std::vector<std::tuple<Tensor, int, bool>> outputs() const {
-    return {{w.forward.out, row_dim(), true},
-            {w.forward.lse, lse_dim(), true},
-            {w.backward.dq, row_dim(), true},
-            {w.backward.dk, row_dim(), false},
-            {w.backward.dv, row_dim(), false}};
+  /// The outputs; gradients of tensors of expressions come last.
+  std::vector<Output> outputs() const {
+    const BackwardTensors& g = w.backward;
+    std::vector<Output> all = {{w.forward.out, row_dim(), Of::kQueries},
+                               {w.forward.lse, lse_dim(), Of::kQueries},
+                               {g.dq, row_dim(), Of::kQueries},
+                               {g.dk, row_dim(), Of::kKeys},
+                               {g.dv, row_dim(), Of::kKeys}};
+    if (g.dsinks.given()) all.push_back({g.dsinks, 0, Of::kAll});
+    if (g.dbias.given()) all.push_back({g.dbias, 0, Of::kAll});
+    for (const TensorBinding& t : g.tensors) {
+      if (t.grad.given()) all.push_back({t.grad, 0, Of::kAll});
+    }
+    return all;
+  }
+  /// Which rows of an output a rank has.
+  std::vector<int64_t> rows(const Output& x, int ranks, int rank) const {
+    if (x.of != Of::kAll) return rows(x.of == Of::kQueries, ranks, rank);
+    std::vector<int64_t> all(x.tensor.shape[x.dim]);
+    std::iota(all.begin(), all.end(), 0);
+    return all;
   }
 };
 
-/// Both passes of a rank: the bytes of its outputs, one after the other, and of dsinks.
+/// Both passes of a rank: the bytes of its outputs, one after the other.
 Bytes compute_rank(const Shared& s, const Group& group) {
   const std::vector<int64_t> q_rows = s.rows(true, group.size(), group.rank());
   const std::vector<int64_t> k_rows = s.rows(false, group.size(), group.rank());
@@ -206,12 +231,9 @@ Bytes compute_rank(const Shared& s, const Group& group) {
   forward(f, options, group, s.problem.distribution, s.w.run_options);
   backward(g, options, group, s.problem.distribution, s.w.run_options);
   Bytes all;
-  for (const Tensor* t : {&f.out, &f.lse, &g.dq, &g.dk, &g.dv}) {
-    const Bytes its = bits(*t);
-    all.insert(all.end(), its.begin(), its.end());
-  }
-  if (g.dsinks.given()) {
-    const Bytes its = bits(g.dsinks);
+  for (const Output& x : s.outputs()) {
+    const auto at = local.find(x.tensor.data);
+    const Bytes its = bits(at == local.end() ? x.tensor : at->second);
     all.insert(all.end(), its.begin(), its.end());
   }
   return all;
@@ -220,8 +242,10 @@ Bytes compute_rank(const Shared& s, const Group& group) {
 /// Writes the outputs of a rank to their rows.
 testing::AssertionResult put(const Shared& s, int ranks, int rank, const Bytes& bytes) {
   size_t at = 0;
-  for (const auto& [to, dim, of_q] : s.outputs()) {
-    Taken taken = take(to, dim, s.rows(of_q, ranks, rank));
+  for (const Output& x : s.outputs()) {
+    const Tensor& to = x.tensor;
+    const std::vector<int64_t> rows = s.rows(x, ranks, rank);
+    Taken taken = take(to, x.dim, rows);
     const size_t size = taken.tensor.numel() * size_of(to.dtype);
     if (at + size > bytes.size()) {
       return testing::AssertionFailure()
@@ -231,11 +255,8 @@ testing::AssertionResult put(const Shared& s, int ranks, int rank, const Bytes& 
     std::copy_n(bytes.begin() + at, size, taken.memory.begin());
     at += size;
     const int64_t element = size_of(to.dtype);
-    each_pair(to, taken.tensor, dim, s.rows(of_q, ranks, rank),
+    each_pair(to, taken.tensor, x.dim, rows,
               [&](std::byte* x, std::byte* y) { std::memcpy(x, y, element); });
-  }
-  if (s.w.backward.dsinks.given()) {
-    std::memcpy(s.w.backward.dsinks.data, bytes.data() + at, bytes.size() - at);
   }
   return testing::AssertionSuccess();
 }
@@ -243,7 +264,8 @@ testing::AssertionResult put(const Shared& s, int ranks, int rank, const Bytes& 
 std::vector<Bytes> all_bits(const Workload& w) {
   std::vector<Bytes> all = {bits(w.forward.out), bits(w.forward.lse), bits(w.backward.dq),
                             bits(w.backward.dk), bits(w.backward.dv)};
-  if (w.c.sinks) all.push_back(bits(w.backward.dsinks));
+  if (w.backward.dsinks.given()) all.push_back(bits(w.backward.dsinks));
+  if (w.backward.dbias.given()) all.push_back(bits(w.backward.dbias));
   return all;
 }
 
@@ -262,6 +284,33 @@ void compute_by(int ranks, const Shared& s) {
   for (int rank = 0; rank < ranks; ++rank) {
     ASSERT_TRUE(put(s, ranks, rank, processes.result(rank)));
   }
+}
+
+/// Scores of a table of heads and distances, which wants its gradient, and a mask of documents; by
+/// the sequence and its lengths, too.
+void add_expressions(Workload& w) {
+  constexpr int64_t kWidth = 40;
+  static std::vector<float> table(4 * kWidth), gradient(4 * kWidth);
+  static std::vector<int32_t> documents(2 * 512);
+  for (size_t i = 0; i < table.size(); ++i) table[i] = std::sin(static_cast<float>(i));
+  for (size_t i = 0; i < documents.size(); ++i) documents[i] = static_cast<int32_t>(i % 512 / 90);
+  const TensorSymbol of_table("table", DType::kF32, 2), of_documents("doc", DType::kI32, 2);
+  w.options.score_mod = parse_expression(
+      "score + table[h, clamp(q - k, 0, 39)] * (1 + to_float(b) / to_float(sk + sq + hk))",
+      {of_table});
+  w.options.mask_mod = parse_expression("doc[b, q] == doc[b, k] || k < 5", {of_documents});
+  w.score_value = [](const ScorePlace& p) {
+    const int64_t at = std::clamp<int64_t>(p.q - p.k, 0, 39);
+    return p.score + table[p.h * kWidth + at] *
+                         (1 + static_cast<double>(p.b) / static_cast<double>(p.sk + p.sq + p.hk));
+  };
+  w.mask_value = [](const ScorePlace& p) {
+    return documents[p.b * 512 + p.q] == documents[p.b * 512 + p.k] || p.k < 5 ? 1.0 : 0.0;
+  };
+  w.forward.tensors = {{"table", ConstTensor::contiguous(table.data(), DType::kF32, {4, kWidth})},
+                       {"doc", ConstTensor::contiguous(documents.data(), DType::kI32, {2, 512})}};
+  w.backward.tensors = w.forward.tensors;
+  w.backward.tensors[0].grad = Tensor::contiguous(gradient.data(), DType::kF32, {4, kWidth});
 }
 
 std::vector<Problem> problems() {
@@ -339,6 +388,57 @@ std::vector<Problem> problems() {
         .dv = 16,
         .mask = top_left(causal())},
        {Sharding::kZigzag}},
+      {{.dtype = DType::kF32,
+        .batch = 3,
+        .sq = 300,
+        .sk = 330,
+        .hq = 4,
+        .hk = 2,
+        .d = 16,
+        .dv = 32,
+        .mask = causal(),
+        .dropout = 0.1,
+        .seqused_q = true,
+        .seqused = true,
+        .dlse = true,
+        .sinks = true,
+        .bias = Bias::kAll},
+       {Sharding::kZigzag}},
+      {{.dtype = DType::kBF16,
+        .batch = 2,
+        .sq = 330,
+        .sk = 330,
+        .hq = 2,
+        .hk = 2,
+        .d = 32,
+        .dv = 32,
+        .mask = window(150, 20),
+        .alibi = Alibi::kBatchHeads,
+        .seqused = true,
+        .bias = Bias::kKeys},
+       {Sharding::kContiguous}},
+      {{.dtype = DType::kF16,
+        .sq = 260,
+        .sk = 260,
+        .hq = 4,
+        .hk = 4,
+        .d = 32,
+        .dv = 32,
+        .mask = causal(),
+        .bias = Bias::kHeads},
+       {Sharding::kZigzag}},
+      {{.dtype = DType::kF32,
+        .batch = 2,
+        .sq = 300,
+        .sk = 300,
+        .hq = 4,
+        .hk = 2,
+        .d = 32,
+        .dv = 32,
+        .mask = causal()},
+       {Sharding::kZigzag},
+       {},
+       add_expressions},
   };
 }
 
@@ -349,27 +449,33 @@ TEST(Distributed, InvariantToRanks) {
     Workload w(problem.c, 1, problem.lengths);
     w.options.threads = 1;
     w.options.invariant = true;
+    problem.add(w);
     const Shared s{problem, w};
     if (problem.c.packed()) {
-      for (const auto& [t, dim, of_q] : s.outputs()) write(t, std::vector<double>(t.numel(), 0.0));
+      for (const Output& x : s.outputs()) {
+        write(x.tensor, std::vector<double>(x.tensor.numel(), 0.0));
+      }
     }
     w.run();
     std::vector<Bytes> want;
-    for (const auto& [t, dim, of_q] : s.outputs()) {
+    for (const Output& x : s.outputs()) {
       // Of packed tensors the rows of sequences.
-      want.push_back(bits(take(t, dim, s.rows(of_q, 1, 0)).tensor));
+      want.push_back(bits(take(x.tensor, x.dim, s.rows(x, 1, 0)).tensor));
     }
-    const Bytes dsinks = w.c.sinks ? bits(w.backward.dsinks) : Bytes();
+    const size_t exact = want.size() - (w.backward.tensors.empty() ? 0 : 1);
+    const auto table =
+        exact < want.size() ? read(w.backward.tensors[0].grad) : std::vector<double>();
     for (const int ranks : {1, 2, 3, 4, 8}) {
       SCOPED_TRACE(testing::Message() << ranks << " ranks");
       ASSERT_NO_FATAL_FAILURE(compute_by(ranks, s));
-      size_t i = 0;
-      for (const auto& [t, dim, of_q] : s.outputs()) {
-        EXPECT_EQ(bits(take(t, dim, s.rows(of_q, 1, 0)).tensor) == want[i], true) << "output " << i;
-        ++i;
+      const std::vector<Output> outputs = s.outputs();
+      for (size_t i = 0; i < exact; ++i) {
+        const Output& x = outputs[i];
+        EXPECT_EQ(bits(take(x.tensor, x.dim, s.rows(x, 1, 0)).tensor) == want[i], true)
+            << "output " << i;
       }
-      if (w.c.sinks) {
-        EXPECT_EQ(bits(w.backward.dsinks), dsinks);
+      for (size_t i = 0; i < table.size(); ++i) {
+        EXPECT_NEAR(read(w.backward.tensors[0].grad)[i], table[i], 1e-5);
       }
     }
   }
@@ -418,6 +524,7 @@ TEST(Distributed, FastGradients) {
     SCOPED_TRACE(problem.c.name());
     Workload w(problem.c, 3);
     w.options.threads = 1;
+    problem.add(w);
     w.run();
     const Expected e = expect(w);
     for (const int ranks : {2, 3}) {
@@ -532,8 +639,13 @@ TEST(DistributedErrors, NameTheRankAndTheArgument) {
       {"rank 1: k: not given, want 4 dimensions (batch, seqlen, heads, dim)",
        [](auto& f, auto&, auto&) { f.k = {}; }},
       {"lse: rank 1 has none, rank 0 has f32", [](auto& f, auto&, auto&) { f.lse = {}; }},
-      {"rank 1: seqused_q: given with a group, which takes none",
+      {"rank 1: seqused_q: got 4 dimensions f32 (1, 128, 4, 16), want 1 (batch)",
        [](auto& f, auto&, auto&) { f.seqused_q = f.q; }},
+      {"bias: rank 1 has f32, rank 0 has none", [](auto& f, auto&, auto&) { f.bias = f.q; }},
+      {"score_mod: rank 1 has score * 2.0, rank 0 has none",
+       [](auto&, auto& o, auto&) { o.score_mod = symbols::score * 2; }},
+      {"mask_mod: rank 1 has k < q, rank 0 has none",
+       [](auto&, auto& o, auto&) { o.mask_mod = symbols::k < symbols::q; }},
       {"window_right: rank 1 has -1, rank 0 has 0", [](auto&, auto& o, auto&) { o.mask = full(); }},
       {"window_left: rank 1 has 9, rank 0 has -1", [](auto&, auto& o, auto&) { o.mask.left = 9; }},
       {"chunk: rank 1 has 8, rank 0 has 0", [](auto&, auto& o, auto&) { o.mask.chunk = 8; }},
@@ -589,6 +701,30 @@ TEST(DistributedErrors, NameTheRankAndTheArgument) {
   want += "\n";  // the group goes on
   EXPECT_EQ(processes.text(0), want);
   EXPECT_EQ(processes.text(1), want);
+}
+
+// What all ranks have whole, all of them look at.
+TEST(DistributedErrors, WholeTensors) {
+  Workload w({.sq = 70, .sk = 90, .hq = 2, .hk = 1, .d = 16, .dv = 16}, 1);
+  const Group alone = Group::from_env();
+  const auto says = [&](const ForwardArgs& args, const Options& options = {}) {
+    return message_of([&] { forward(args, options, alone, {}); });
+  };
+  std::vector<float> numbers(70 * 90);
+  std::vector<int32_t> lengths = {71};
+  ForwardArgs args = w.forward;
+  args.bias = ConstTensor::contiguous(numbers.data(), DType::kF32, {1, 1, 70, 89});
+  EXPECT_EQ(says(args),
+            "bias: got shape (1, 1, 70, 89), want (1, 2, 70, 90), or 1 for any of them");
+  args.bias = {};
+  args.lengths.seqused_q = ConstTensor::contiguous(lengths.data(), DType::kI32, {1});
+  EXPECT_EQ(says(args), "seqused_q: got 71 at 0, want 0 to 70");
+  const Problem documents{
+      {.batch = 1, .sq = 70, .sk = 70, .layout = Layout::kPacked}, {}, {{0, 0, 70, 70}}};
+  Workload packed(documents.c, 1, documents.lengths);
+  EXPECT_EQ(
+      says(packed.forward, {.mask_mod = symbols::q0 < symbols::k}),
+      "rank 0: score_mod, mask_mod: ask for q0 with a group, want q, a query of its sequence");
 }
 
 TEST(DistributedErrors, Groups) {

@@ -31,6 +31,27 @@ own_grads = fd.attention_backward(dout, q, k, v, own, own_lse, **how)
 for x, whole in zip(own_grads[:3], grads):
     assert (x == whole[:, rows]).all()
 assert (own_grads[3] == grads[3]).all()
+
+# What all processes have whole: a bias, lengths, expressions and their tensors.
+full = [rng.standard_normal((2, 300, n, 16), np.float32) for n in (4, 2, 2, 4)]
+whole = dict(
+    causal=True, invariant=True, threads=1, bias=rng.standard_normal((2, 4, 300, 300)).astype(np.float32),
+    seqused_k=np.array([300, 190], np.int32), score_mod="score + table[h, q - k]", mask_mod="k > 3",
+    tensors={"table": rng.standard_normal((4, 50)).astype(np.float32)},
+)
+asked = dict(dbias=np.empty((2, 4, 300, 300), np.float32), dtensors={"table": None})
+out, lse = fulgur.attention(*full[:3], return_lse=True, **whole)
+grads = fulgur.attention_backward(full[3], *full[:3], out, lse, **asked, **whole)
+how = dict(group=group, sharding="zigzag", **whole)
+q, k, v, dout = (np.ascontiguousarray(x[:, rows]) for x in full)
+own, own_lse = fd.attention(q, k, v, return_lse=True, **how)
+assert (own == out[:, rows]).all() and (own_lse == lse[:, :, rows]).all()
+asked["dbias"] = np.empty_like(asked["dbias"])
+own_grads = fd.attention_backward(dout, q, k, v, own, own_lse, **asked, **how)
+for x, all_rows in zip(own_grads[:3], grads):
+    assert (x == all_rows[:, rows]).all()
+assert (own_grads[3] == grads[3]).all()
+assert np.allclose(own_grads[4]["table"], grads[4]["table"], atol=1e-4)
 try:
     fd.attention(q, k, v, group=group, causal=group.rank == 0)
 except ValueError as error:
@@ -83,8 +104,8 @@ def test_a_function_that_fails():
 def test_errors():
     group = fulgur.distributed.Group.from_env()
     q = np.zeros((1, 64, 1, 8), np.float32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
-        fulgur.distributed.attention(q, q, q, group=group, bias=q)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page_table'"):
+        fulgur.distributed.attention(q, q, q, group=group, page_table=q)
     with pytest.raises(TypeError, match="sharding: got 3, want a string"):
         fulgur.distributed.attention(q, q, q, group=group, sharding=3)
     with pytest.raises(ValueError, match="head_ranks: got 2, want a divisor of the 1 ranks"):

@@ -55,13 +55,14 @@ class FULGUR_API DistributedPlan {
 };
 
 /// Collective: makes the plan of a call whose tensors hold the rows of this rank, as in one process
-/// else. Packed tensors have the cu_seqlens of whole sequences. Where ranks disagree, or one of
-/// them has a wrong argument, all throw the same error, which names the rank and the argument.
+/// else; what is no row of q, k and v - lengths, slopes, sinks, a bias, tensors of expressions, and
+/// their gradients - is that of the whole call on all ranks. Where ranks disagree, or one of them
+/// has a wrong argument, all throw the same error, which names the rank and the argument.
 ///
-/// With `invariant` both passes have the bits of one process, whatever the number of ranks.
-/// Otherwise dk, dv and dsinks are sums of parts of all ranks, in their order and in f32, the same
-/// in every run with as many. Takes no caches, lengths in seqused, tree_mask, bias and expressions.
-/// `max_workspace` bounds workspace_bytes().
+/// With `invariant` both passes have the bits of one process, whatever the number of ranks, but for
+/// gradients of tensors of expressions and of a bias that rows or heads share. Otherwise gradients
+/// of keys and of whole tensors are sums of parts of all ranks, in their order, the same in every
+/// run with as many. Takes no caches and no tree_mask. `max_workspace` bounds workspace_bytes().
 FULGUR_API DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
                                 const Distribution& distribution);
 FULGUR_API DistributedPlan plan(const BackwardArgs& args, const Options& options,

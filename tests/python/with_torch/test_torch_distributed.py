@@ -36,6 +36,24 @@ for attention in (fd.attention, torch.compile(fd.attention, backend="eager")):
         assert torch.equal(x.grad, all_rows.grad[:, rows])
     assert torch.equal(own[3].grad, whole[3].grad)
 
+# Gradients of what all processes have whole.
+bias = torch.randn(1, 4, 256, 256)
+table = torch.randn(4, 9)
+def mods(table):
+    return dict(score_mod="score + table[h, q - k]", tensors={"table": table})
+whole = [x.clone().requires_grad_() for x in (q, k, v, bias, table)]
+out = fulgur.torch.attention(*whole[:3], bias=whole[3], **mods(whole[4]), invariant=True)
+out.backward(dout)
+own = [x[:, rows].clone().requires_grad_() for x in (q, k, v)] + [x.clone().requires_grad_() for x in (bias, table)]
+got = fd.attention(*own[:3], bias=own[3], **mods(own[4]), invariant=True, group=group, sharding="zigzag")
+assert torch.equal(got, out[:, rows])
+got.backward(dout[:, rows])
+for x, all_rows in zip(own[:3], whole):
+    assert torch.equal(x.grad, all_rows.grad[:, rows])
+assert torch.equal(own[3].grad, whole[3].grad)
+torch.testing.assert_close(own[4].grad, whole[4].grad)
+out = fulgur.torch.attention(q, k, v, sinks=sinks, causal=True, invariant=True)
+
 # Heads for rows.
 rows = torch.from_numpy(fd.rows_of("contiguous", 256, size, rank))
 got = fd.attention(*(x[:, rows] for x in (q, k, v)), sinks=sinks, causal=True, invariant=True, group=group,

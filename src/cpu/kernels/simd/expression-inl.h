@@ -13,6 +13,7 @@
 #include <cmath>
 #include <vector>
 
+#include "call/lengths.h"
 #include "cpu/kernels/simd/panel-inl.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -34,11 +35,7 @@ class TaskExpressions {
     derivatives_ = reinterpret_cast<float*>(words + layout.derivatives);
     values_.resize(g.call.graph.nodes.size());
     const Problem& p = task.problem;
-    place_ = {.b = task.b,
-              .hk = task.kv,
-              .sq = task.s.sq,
-              .sk = task.s.sk,
-              .q0 = p.packed ? task.s.q_begin : 0};
+    place_ = place_of(p, task.b, task.kv * p.group(), task.s);
     g.evaluate(g.uniform, given_->tensors, place_, values_);
     for (size_t i = 0; i < g.uniform.size(); ++i) uniform_[i] = bits(g.uniform[i]);
   }
