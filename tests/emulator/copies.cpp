@@ -27,16 +27,17 @@ void start(Groups& groups, std::function<void()> action) {
 void cp_async(Context& c, const Instruction& i) {
   const uint32_t address = c.get32(i.atoms[0]);
   const auto* const from = reinterpret_cast<const unsigned char*>(c.get(i.atoms[1]));
-  const uint64_t bytes = i.atoms.size() > 3 ? c.get32(i.atoms[3]) : 16;
-  if (address % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0 || bytes > 16)
+  const uint32_t size = c.get32(i.atoms[2]);
+  const uint64_t bytes = i.atoms.size() > 3 ? c.get32(i.atoms[3]) : size;
+  if (address % size != 0 || reinterpret_cast<uintptr_t>(from) % size != 0 || bytes > size)
     fail("a copy is not aligned");
   Block* const block = current->block;
   const View& seen = current->views.seen;
   current->reads_global(from, bytes);
-  block->races.write(block->place_of(address, 16), 16, current->copies.access(), seen, seen);
+  block->races.write(block->place_of(address, size), size, current->copies.access(), seen, seen);
   start(current->copies, [=] {
-    unsigned char* const to = block->at(address, 16);
-    std::memset(to, 0, 16);
+    unsigned char* const to = block->at(address, size);
+    std::memset(to, 0, size);
     if (bytes > 0) std::memcpy(to, from, bytes);
   });
 }

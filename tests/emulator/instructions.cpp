@@ -77,18 +77,30 @@ void fma_pair(Context& c, const Instruction& i) {
   }
   c.set(i.atoms[0], result);
 }
-void add_pair(Context& c, const Instruction& i) {
+// Words of two numbers: each result rounded.
+template <class Operation>
+void of_pairs(Context& c, const Instruction& i) {
   uint32_t result = 0;
   for (int half = 0; half < 32; half += 16) {
     const auto part = [&](int at) {
       return widen(i)(static_cast<uint16_t>(c.get(i.atoms[at]) >> half));
     };
-    result |= static_cast<uint32_t>(narrow(i)(part(1) + part(2))) << half;
+    result |= static_cast<uint32_t>(narrow(i)(Operation()(part(1), part(2)))) << half;
   }
   c.set(i.atoms[0], result);
 }
 void prmt(Context& c, const Instruction& i) {
   c.set(i.atoms[0], __byte_perm(c.get32(i.atoms[1]), c.get32(i.atoms[2]), c.get32(i.atoms[3])));
+}
+// A bit of the result is that of the table which those of the operands number.
+void lop3(Context& c, const Instruction& i) {
+  const uint32_t table = c.get32(i.atoms[4]);
+  uint32_t result = 0;
+  for (int bit = 0; bit < 32; ++bit) {
+    const auto of = [&](int at) { return c.get32(i.atoms[at]) >> bit & 1; };
+    result |= (table >> (of(1) << 2 | of(2) << 1 | of(3)) & 1) << bit;
+  }
+  c.set(i.atoms[0], result);
 }
 void bit_or(Context& c, const Instruction& i) {
   c.set(i.atoms[0], c.get(i.atoms[1]) | c.get(i.atoms[2]));
@@ -275,8 +287,10 @@ constexpr Known kKnown[] = {
     {"cvt.rn.satfinite.e4m3x2.", narrow_e4m3_pair},
     {"fma.rn.bf16x2", fma_pair},
     {"fma.rn.f16x2", fma_pair},
-    {"add.rn.f16x2", add_pair},
+    {"add.rn.f16x2", of_pairs<std::plus<>>},
+    {"mul.rn.f16x2", of_pairs<std::multiplies<>>},
     {"prmt.b32", prmt},
+    {"lop3.b32", lop3},
     {"or.b32", bit_or},
     {"setp.ne.", setp<std::not_equal_to<uint32_t>>},
     {"setp.eq.", setp<std::equal_to<uint32_t>>},
@@ -312,6 +326,7 @@ constexpr Known kKnown[] = {
     {"mbarrier.arrive.", mbarrier_arrive},
     {"mbarrier.try_wait.parity.", mbarrier_wait},
     {"cp.async.mbarrier.arrive.noinc.", cp_async_arrive},
+    {"cp.async.ca.shared.global", cp_async},
     {"cp.async.cg.shared.global", cp_async},
     {"cp.async.commit_group", cp_async_commit},
     {"cp.async.wait_group", cp_async_wait},

@@ -21,6 +21,7 @@ constexpr int kSwizzledRows = 8;
 constexpr int kMaxBoxKeys = 16;  // lest the memory close the rows before their next panel comes
 constexpr int kMaxWarps = 8;     // of a CTA that compute
 constexpr int kReservedBytes = 1024;  // of shared memory, for each CTA but the first
+constexpr int kManyKeysBits = 1024;  // of K and V of a key, up to which tiles of codes have 64 keys
 constexpr int64_t kLanes = 32;
 constexpr int64_t kTileRows[] = {4, 8, 16, 32, 64, 128};  // of the tiles, at most
 /// Beyond so many rows of a kv head other kernels are faster, where they can have them.
@@ -44,7 +45,14 @@ int box_keys_of(const Problem& p, int block_keys) {
 int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
-  if (plan.has_codes()) return 32;  // four matrices of eight keys come at once
+  if (plan.has_codes()) {
+    // Four matrices of eight keys come at once; more keys where these are few bytes, and registers
+    // have no scales of groups.
+    const int bits = plan.head_dim * kernels::bits_of(element_of(plan.stored.k)) +
+                     plan.value_dim * kernels::bits_of(element_of(plan.stored.v));
+    const bool groups = plan.k_scales > 1 || plan.v_scales > 1;
+    return bits <= kManyKeysBits && !groups ? 64 : 32;
+  }
   if (!plan.warpgroup_path()) return keys;
   // Loads keep up with the products of larger tiles, but for lanes that look up pages. Of larger
   // tiles there are six buffers or more, lest V wait for one. A word of a tree mask has bits for

@@ -92,14 +92,17 @@ class WorkTileScales {
     }
   }
 
-  // Products of columns that share scales, the `group`-th ones, become scores.
-  __device__ __forceinline__ void scale(float* S, int group, u32 scales) const {
+  // Products of columns that share scales, the `group`-th ones, become what they add to scores.
+  __device__ __forceinline__ void add(float (&S)[kBlockKeys / 2], const float* products, int group, u32 scales) const {
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
       const float2 k = kKScales > 0 ? scales_of_pair(scales, group, eight) : float2{1, 1};
 #pragma unroll
-      for (int i = 0; i < 2 * kThreadRows; ++i)
-        S[4 * eight + i] *= kKScales > 0 ? q_[i / 2] * (i % 2 ? k.y : k.x) : q_[i / 2];
+      for (int i = 0; i < 2 * kThreadRows; ++i) {
+        const float scale = kKScales > 0 ? q_[i / 2] * (i % 2 ? k.y : k.x) : q_[i / 2];
+        const int at = 4 * eight + i;
+        S[at] = group == 0 ? products[at] * scale : __fmaf_rn(products[at], scale, S[at]);
+      }
     }
   }
 
@@ -107,37 +110,22 @@ class WorkTileScales {
   // of O there, lest f16 have no numbers for them.
   __device__ __forceinline__ void weigh(u32 (&weighed)[kBlockKeys / 4], float (&O)[kValueDim / 2],
                                         const u32 (&P)[kBlockKeys / 4], int group, u32 scales) {
-    float x[kBlockKeys / 2];
-    float largest[2] = {0, 0};
+    const int (&exponent)[2] = exponent_[group];
+    const float unit[2] = {__int_as_float((254 - exponent[0]) << 23), __int_as_float((254 - exponent[1]) << 23)};
+    u32 large = 0;  // in the highest bit of a half: that a product is 2^14 or more, or none
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
       const float2 v = scales_of_pair(scales, kKScales + group, eight);
 #pragma unroll
-      for (int i = 0; i < kThreadRows; ++i) {
-        float* const pair = x + 4 * eight + 2 * i;
-        pair[0] = Half::low(P[2 * eight + i]) * v.x;
-        pair[1] = Half::high(P[2 * eight + i]) * v.y;
-        largest[i] = fmaxf(largest[i], fmaxf(fabsf(pair[0]), fabsf(pair[1])));
+      for (int i = 0; i < 2; ++i) {
+        u32& x = weighed[2 * eight + i];
+        x = P[2 * eight + i];  // of a row that is none of the work tile
+        if (i >= kThreadRows) continue;
+        x = Half::multiply(x, Half::pack(v.x * unit[i], v.y * unit[i]));
+        large |= (x & 0x7fff7fff) + 0x0c000c00;
       }
     }
-    int (&exponent)[2] = exponent_[group];
-    int next[2] = {exponent[0], exponent[1]};
-#pragma unroll
-    for (int i = 0; i < kThreadRows; ++i) {
-      const int of_tile = min(int(__float_as_uint(quad_max(largest[i])) >> 23), 253);
-      next[i] = of_tile > exponent[i] + 13 ? of_tile : exponent[i];
-    }
-    if (__any_sync(0xffffffff, next[0] != exponent[0] || next[1] != exponent[1])) {
-#pragma unroll
-      for (int i = 0; i < kOfGroup; ++i)
-        O[group * kOfGroup + i] *= __int_as_float(max(127 + exponent[i / 2 % 2] - next[i / 2 % 2], 0) << 23);
-      exponent[0] = next[0];
-      exponent[1] = next[1];
-    }
-    const float unit[2] = {__int_as_float((254 - exponent[0]) << 23), __int_as_float((254 - exponent[1]) << 23)};
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 4; ++i)
-      weighed[i] = i % 2 < kThreadRows ? Half::pack(x[2 * i] * unit[i % 2], x[2 * i + 1] * unit[i % 2]) : 0;
+    if (__any_sync(0xffffffff, (large & 0x80008000) != 0)) weigh_anew(weighed, O, P, group, scales);
   }
 
   // O in numbers of V. A row without keys stays 0.
@@ -153,6 +141,40 @@ class WorkTileScales {
 
  private:
   enum : int { kGroups = max_of(kVScales, 1), kOfGroup = kValueDim / 2 / kGroups };
+
+  // The same by exact products, whose largest ones say what the powers of 2 are from now on.
+  __device__ __forceinline__ void weigh_anew(u32 (&weighed)[kBlockKeys / 4], float (&O)[kValueDim / 2],
+                                             const u32 (&P)[kBlockKeys / 4], int group, u32 scales) {
+    float x[kBlockKeys / 2];
+    float largest[2] = {0, 0};
+#pragma unroll
+    for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
+      const float2 v = scales_of_pair(scales, kKScales + group, eight);
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) {
+        float* const pair = x + 4 * eight + 2 * i;
+        pair[0] = Half::low(P[2 * eight + i]) * v.x;
+        pair[1] = Half::high(P[2 * eight + i]) * v.y;
+        largest[i] = fmaxf(largest[i], fmaxf(fabsf(pair[0]), fabsf(pair[1])));
+      }
+    }
+    int (&exponent)[2] = exponent_[group];
+    float unit[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int of_tile = min(int(__float_as_uint(quad_max(largest[i])) >> 23), 253);
+      const int next = max(exponent[i], of_tile);
+      const float factor = __int_as_float(max(127 + exponent[i] - next, 0) << 23);
+#pragma unroll
+      for (int j = 0; j < kOfGroup; ++j)
+        if (j / 2 % 2 == i) O[group * kOfGroup + j] *= factor;
+      exponent[i] = next;
+      unit[i] = __int_as_float((254 - next) << 23);
+    }
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 4; ++i)
+      weighed[i] = i % 2 < kThreadRows ? Half::pack(x[2 * i] * unit[i % 2], x[2 * i + 1] * unit[i % 2]) : P[i];
+  }
 
   float q_[2];
   int exponent_[kGroups][2];  // of these powers of 2, as f32 has them
@@ -212,9 +234,7 @@ __device__ __forceinline__ void multiply_codes(float (&S)[kBlockKeys / 2], u32 q
         }
       }
     }
-    of_work_tile.scale(T, group, scales);
-#pragma unroll
-    for (int i = 0; i < kBlockKeys / 2 && group > 0; ++i) S[i] += T[i];
+    of_work_tile.add(S, T, group, scales);
   }
 }
 

@@ -66,10 +66,7 @@ class KeyValueRing {
       : load_(load), buffers_(buffers) {
     // Where all wait for the first tile, the second one finds its instructions in the cache.
 #pragma unroll Schedule::kOneTile ? 1 : kAhead
-    for (int tile = 0; tile < kAhead; ++tile) {
-      if (tile > 0) store_scales();
-      start();
-    }
+    for (int tile = 0; tile < kAhead; ++tile) start();
   }
 
   // K of the next tile, once it is there, and a load in the place that is free then. `sync` is a barrier of the warp
@@ -77,7 +74,7 @@ class KeyValueRing {
   template <class Sync>
   __device__ __forceinline__ u32 keys(Sync sync) {
     async_copy_wait<kAhead - 1>();
-    store_scales();
+    if constexpr (kScalesOfKey > 0) load_.widen_scales(upper_halves_ >> kHalfBits * (kAhead - 1), scales());
     sync();
     start();
     return buffers_ + kLayout.k + stage_ * kLayout.k_bytes;
@@ -91,13 +88,16 @@ class KeyValueRing {
   }
 
  private:
-  enum : int { kStages = kKStages, kAhead = kStages - 1 };
-  static_assert(kKStages == kVStages);
+  using Loader = LaneLoader<kWarpsPerGroup>;
+  enum : int { kStages = kKStages, kAhead = kStages - 1, kHalfBits = Loader::kHalfBits };
+  static_assert(kKStages == kVStages && kHalfBits * kAhead <= 32);
 
   // The loads of the next tile, of which there may be none, are one group.
   __device__ __forceinline__ void start() {
+    if constexpr (kScalesOfKey > 0) upper_halves_ <<= kHalfBits;
     if (load_.more()) {
-      if constexpr (kScalesOfKey > 0) load_.load_scales(loaded_);
+      if constexpr (kScalesOfKey > 0)
+        upper_halves_ |= load_.copy_scales(buffers_ + kLayout.scales + free_ * kLayout.scale_bytes);
       const u32 k = buffers_ + kLayout.k + free_ * kLayout.k_bytes;
       const u32 v = buffers_ + kLayout.v + free_ * kLayout.v_bytes;
       if (load_.whole()) {
@@ -113,17 +113,10 @@ class KeyValueRing {
     if (++free_ == kStages) free_ = 0;
   }
 
-  // Scales come through registers: those of the last tile that was started, which is computed later.
-  __device__ __forceinline__ void store_scales() {
-    if constexpr (kScalesOfKey > 0)
-      load_.store_scales(loaded_, buffers_ + kLayout.scales +
-                                      (free_ == 0 ? kStages - 1 : free_ - 1) * kLayout.scale_bytes);
-  }
-
-  LaneLoader<kWarpsPerGroup> load_;
+  Loader load_;
   u32 buffers_;
   int stage_ = 0, free_ = 0;
-  u32 loaded_[max_of(kScalesOfKey, 1)] = {};
+  u32 upper_halves_ = 0;  // LaneLoader::copy_scales of the tiles on their way, the last one lowest
 };
 
 // S = Q K^T of the warp's rows, whose Q lies at `q`, and the tile at `k`.

@@ -60,31 +60,54 @@ class LaneLoader {
   enum : int {
     kRows = kBlockKeys / (kRowsAtOnce * warps),  // that a lane copies of
   };
-  // Starts the loads of the scales of the key that this lane has of the tile, as memory has them; 0 where it is not there.
-  // Their order is that of a tile's scales: of K, of V, zero points of K, of V.
-  __device__ __forceinline__ void load_scales(u32 (&x)[max_of(kScalesOfKey, 1)]) const {
+  enum : int {
+    kScaleKeys = (kBlockKeys / warps + 31) / 32,  // keys of a tile whose scales a lane loads
+    kHalfBits = 4 * kScaleKeys,                   // that copy_scales returns
+  };
+  // Starts the loads of the scales of this lane's keys of the tile; 0 where they are not there. Their order is that of a
+  // tile's scales: of K, of V, zero points of K, of V. A number of f16 comes in a word of 4 bytes: returns for which keys
+  // and tensors the first one is the upper half.
+  __device__ __forceinline__ u32 copy_scales(u32 to) const {
     const WorkTile& tile = tiles_.work_tile();
     const DecodeSequence& s = tile.sequence;
-    const int key = tiles_.tile() * kBlockKeys + scale_key();
-    const bool there = scale_key() >= 0 && key < s.n.sk && (kPage == 0 || u32(scale_id_) < u32(p_.pages.entries));
-    const long long entry = kPage > 0 ? scale_id_ : kPackedK ? 0 : s.entry;
-    const int row = kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
-    for_each_scale([&](int number, const CodeScales& t, int group) __attribute__((always_inline)) {
-      const long long at =
-          (t.of_rows ? entry : tile.batch) * t.batch + row * t.row + tile.head * t.head + group * t.group;
-      x[number] = 0;
-      if (there && t.type == kF32) x[number] = static_cast<const u32*>(t.data)[at];
-      if (there && t.type != kF32) x[number] = static_cast<const unsigned short*>(t.data)[at];
-    });
+    u32 upper_halves = 0;
+#pragma unroll
+    for (int i = 0; i < kScaleKeys; ++i) {
+      if (scale_key(i) < 0) continue;
+      const int key = tiles_.tile() * kBlockKeys + scale_key(i);
+      const bool there = key < s.n.sk && (kPage == 0 || u32(scale_ids_[i]) < u32(p_.pages.entries));
+      const long long entry = kPage > 0 ? scale_ids_[i] : kPackedK ? 0 : s.entry;
+      const int row = kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
+      for_each_scale([&](int tensor, const CodeScales& t, int first, int count) __attribute__((always_inline)) {
+        const int bytes = t.type == kF32 ? 4 : 2;
+        const long long of_key = (t.of_rows ? entry : tile.batch) * t.batch + row * t.row + tile.head * t.head;
+        unsigned long long at = reinterpret_cast<unsigned long long>(t.data) + (there ? of_key * bytes : 0);
+        const long long step = there ? t.group * bytes : 0;
+        upper_halves |= (at >> 1 & 1) << (4 * i + tensor);
+#pragma unroll
+        for (int number = first; number < first + count; ++number, at += step)
+          async_copy4(to + 4 * (number * kBlockKeys + scale_key(i)), reinterpret_cast<const void*>(at & ~2ull),
+                      !there ? 0 : at & 2 ? 4 : bytes);
+      });
+    }
+    return upper_halves;
   }
-  // To a tile's scales, as f32.
-  __device__ __forceinline__ void store_scales(const u32 (&x)[max_of(kScalesOfKey, 1)], u32 to) const {
-    if (scale_key() < 0) return;
-    for_each_scale([&](int number, const CodeScales& t, int) __attribute__((always_inline)) {
-      const int value = t.type == kF32 ? int(x[number])
-                                       : __float_as_int(half_to_float(static_cast<unsigned short>(x[number])));
-      store_shared(to + 4 * (number * kBlockKeys + scale_key()), value);
-    });
+  // Those of f16 become f32, once the copies of this lane are there.
+  __device__ __forceinline__ void widen_scales(u32 upper_halves, u32 scales) const {
+#pragma unroll
+    for (int i = 0; i < kScaleKeys; ++i) {
+      if (scale_key(i) < 0) continue;
+      for_each_scale([&](int tensor, const CodeScales& t, int first, int count) __attribute__((always_inline)) {
+        if (t.type == kF32) return;
+        bool upper = upper_halves >> (4 * i + tensor) & 1;
+#pragma unroll
+        for (int number = first; number < first + count; ++number, upper ^= t.group & 1) {
+          const u32 at = scales + 4 * (number * kBlockKeys + scale_key(i));
+          const u32 word = load_shared(at);
+          store_shared(at, __float_as_int(upper ? Half::high(word) : Half::low(word)));
+        }
+      });
+    }
   }
 
   // Goes to the next tile.
@@ -111,8 +134,11 @@ class LaneLoader {
     for (int i = 0; i < kRows; i += kRunRows)
       ids_[i / kRunRows] = key(i) < s.n.sk ? page_id(p_, ids, (s.n.k_start + key(i)) / max_of(kPage, 1)) : -1;
     if (kScalesOfKey == 0) return;
-    const int of_scales = tiles_.tile() * kBlockKeys + max(scale_key(), 0);
-    scale_id_ = of_scales < s.n.sk ? page_id(p_, ids, (s.n.k_start + of_scales) / max_of(kPage, 1)) : -1;
+#pragma unroll
+    for (int i = 0; i < kScaleKeys; ++i) {
+      const int of_scales = tiles_.tile() * kBlockKeys + max(scale_key(i), 0);
+      scale_ids_[i] = of_scales < s.n.sk ? page_id(p_, ids, (s.n.k_start + of_scales) / max_of(kPage, 1)) : -1;
+    }
   }
 
   // Where the lane's i-th row lies in K or V.
@@ -126,23 +152,19 @@ class LaneLoader {
            column_ * int(2 / sizeof(typename Type::Memory));
   }
 
-  // The key of a tile whose scales this lane loads; -1: it has none.
-  __device__ __forceinline__ int scale_key() const {
+  // The i-th key of a tile whose scales this lane loads; -1: it has none.
+  __device__ __forceinline__ int scale_key(int i) const {
     constexpr int kKeys = kBlockKeys / warps;
     const int lane = threadIdx.x % 32;
-    return kKeys == 32 || lane < kKeys ? row_ / (kRowsAtOnce * kRows) * kKeys + lane : -1;
+    return kKeys >= 32 || lane < kKeys ? row_ / (kRowsAtOnce * kRows) * kKeys + 32 * i + lane : -1;
   }
+  // Calls use(number of the tensor, the tensor, its first number of a tile's scales, and how many it has).
   template <class Use>
   __device__ __forceinline__ void for_each_scale(const Use& use) const {
-#pragma unroll
-    for (int i = 0; i < kKScales; ++i) use(i, p_.k_scale, i);
-#pragma unroll
-    for (int i = 0; i < kVScales; ++i) use(kKScales + i, p_.v_scale, i);
-#pragma unroll
-    for (int i = 0; i < kKScales * kKZeroPoint; ++i) use(kKScales + kVScales + i, p_.k_zero_point, i);
-#pragma unroll
-    for (int i = 0; i < kVScales * kVZeroPoint; ++i)
-      use(kKScales * (1 + kKZeroPoint) + kVScales + i, p_.v_zero_point, i);
+    if constexpr (kKScales > 0) use(0, p_.k_scale, 0, kKScales);
+    if constexpr (kVScales > 0) use(1, p_.v_scale, kKScales, kVScales);
+    if constexpr (kKZeroPoint) use(2, p_.k_zero_point, kKScales + kVScales, kKScales);
+    if constexpr (kVZeroPoint) use(3, p_.v_zero_point, kKScales * (1 + kKZeroPoint) + kVScales, kVScales);
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
@@ -190,5 +212,5 @@ class LaneLoader {
   TileWalk tiles_;
   int row_, column_;  // of 16-bit elements
   int ids_[kRows / kRunRows];
-  int scale_id_;  // of the page of scale_key()
+  int scale_ids_[kScaleKeys];  // of the pages of scale_key()
 };

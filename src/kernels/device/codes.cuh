@@ -2,6 +2,13 @@
 #pragma once
 #include "device/elements.cuh"
 
+// x & mask ^ flipped, in one instruction: with two constants the compiler makes two.
+__device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 flipped) {
+  u32 y;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "r"(mask), "r"(flipped));
+  return y;
+}
+
 // A word has kOfHalf codes in each half. numbers() makes words of two of f16: x[j] has the j-th code of the lower half
 // and the j-th of the upper one. is_finite(): whether all codes of a word are numbers.
 template <Element type>
@@ -24,8 +31,8 @@ struct Codes {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const u32 pairs = word >> 4 * i;
-        x[i] = Half::add((pairs & 0x000f000f) ^ 0x64086408, 0xe408e408);
-        x[i + 1] = Half::fma((pairs & 0x00f000f0) ^ 0x64806480, 0x2c002c00, 0xd480d480);
+        x[i] = Half::add(and_xor(pairs, 0x000f000f, 0x64086408), 0xe408e408);
+        x[i + 1] = Half::fma(and_xor(pairs, 0x00f000f0, 0x64806480), 0x2c002c00, 0xd480d480);
       }
     }
   }

@@ -12,6 +12,11 @@ __device__ __forceinline__ void async_copy16(u32 shared, const void* from, u32 b
                : "memory");
 }
 
+// 4 bytes, likewise.
+__device__ __forceinline__ void async_copy4(u32 shared, const void* from, u32 bytes) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
+}
+
 // Bytes of the 16 from column `column` on that a row of `dim` columns of `bits` has.
 __device__ __forceinline__ u32 bytes_of_chunk(int bits, int column, int dim) {
   const int columns = min(max(dim - column, 0), 128 / bits);

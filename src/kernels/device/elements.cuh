@@ -141,9 +141,10 @@ struct ElementType {
   }
   // sum + a * b of words.
   static __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 sum) {
-    if constexpr (type == kBF16) asm("fma.rn.bf16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
-    if constexpr (type == kF16) asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(sum) : "r"(a), "r"(b));
-    return sum;
+    u32 result = 0;
+    if constexpr (type == kBF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+    if constexpr (type == kF16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
+    return result;
   }
   // Of words, rounded.
   static __device__ __forceinline__ u32 add(u32 a, u32 b) {
@@ -151,6 +152,11 @@ struct ElementType {
     if constexpr (type == kBF16) asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     if constexpr (type == kF16) asm("add.rn.f16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));
     return sum;
+  }
+  static __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+    u32 product = 0;
+    if constexpr (type == kF16) asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+    return product;
   }
   // Whether the lower half of a word is neither NaN nor infinite.
   static __device__ __forceinline__ bool is_finite(u32 packed) {
