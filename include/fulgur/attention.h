@@ -65,7 +65,7 @@ struct Options {
   /// "fa2" (FlashAttention-2: queries) or "fa3" (FlashAttention-3: Hopper's instructions) force one
   /// of the papers' algorithms, of an engine that has it.
   std::string algorithm{};
-  Origin origin{};  ///< of a call that is a part of a larger one; on the CPU
+  Origin origin{};  ///< of a call that is a part of a larger one
 };
 
 /// Tensors of the forward pass, in layout (batch, seqlen, heads, dim) or packed (total, heads,
@@ -119,7 +119,7 @@ struct ForwardArgs {
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
 /// gradient of out; dq, dk, dv take the gradients and have the shapes of q, k, v. dk and dv may
-/// both be f32 on the CPU, to be added to others before they are rounded.
+/// both be f32, to be added to others before they are rounded.
 struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};

@@ -88,6 +88,17 @@ std::vector<Case> cases() {
        .dropout = 0.2},
       {.dtype = DType::kF32, .sq = 130, .sk = 130, .hq = 1, .hk = 1},
       {.dtype = DType::kF64, .sq = 150, .sk = 150, .mask = causal(), .dropout = 0.2},
+      {.dtype = DType::kBF16,
+       .sq = 500,
+       .sk = 500,
+       .hq = 4,
+       .hk = 2,
+       .d = 128,
+       .dv = 128,
+       .mask = window(120, 40),
+       .alibi = Alibi::kHeads},
+      {.dtype = DType::kBF16, .sq = 300, .sk = 350, .hq = 4, .hk = 4, .mask = top_left(causal())},
+      {.dtype = DType::kF16, .sq = 200, .sk = 300, .hq = 2, .hk = 1, .softcap = 3, .sinks = true},
   };
 }
 
@@ -147,26 +158,37 @@ TEST_P(OriginTest, KeysOfALongerSequence) {
 
 // Dropout counts heads and sequences, too.
 TEST_P(OriginTest, HeadsAndSequencesOfALargerCall) {
-  Case c{.dtype = DType::kF32, .batch = 3, .sq = 70, .sk = 70, .hq = 6, .hk = 3, .dropout = 0.4};
-  Workload w(c, 3);
-  w.options.engine = engine();
-  w.options.invariant = true;
-  if (!computes([&] { w.run_forward(); })) return;
-  const auto out = bits(w.forward.out);
-  w.seal();
-  for (int64_t b = 0; b < c.batch; ++b) {
-    for (int64_t kv = 0; kv < c.hk; ++kv) {
-      ForwardTensors f = w.forward;
-      for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse}) *t = slice(*t, 0, b, 1);
-      for (Tensor* t : {&f.q, &f.out}) *t = slice(*t, 2, 2 * kv, 2);
-      for (Tensor* t : {&f.k, &f.v}) *t = slice(*t, 2, kv, 1);
-      f.lse = slice(f.lse, 1, 2 * kv, 2);
-      Options options = w.options;
-      options.origin = {.batch = b, .head = 2 * kv, .heads = c.hq};
-      if (!computes([&] { compute(f, options, w.run_options); })) return;
+  for (const DType dtype : {DType::kF32, DType::kBF16}) {
+    const Case c{.dtype = dtype, .batch = 3, .sq = 70, .sk = 70, .hq = 6, .hk = 3, .dropout = 0.4};
+    SCOPED_TRACE(c.name());
+    Workload w(c, 3);
+    w.options.engine = engine();
+    w.options.invariant = w.options.deterministic = true;
+    if (!runs(w)) continue;
+    const auto out = bits(w.forward.out), dk = bits(w.backward.dk);
+    w.seal();
+    std::vector<std::pair<BackwardTensors, Options>> parts;
+    for (int64_t b = 0; b < c.batch; ++b) {
+      for (int64_t kv = 0; kv < c.hk; ++kv) {
+        ForwardTensors f = w.forward;
+        BackwardTensors g = w.backward;
+        for (Tensor* t : {&f.q, &f.out, &g.q, &g.out, &g.dout, &g.dq}) {
+          *t = slice(slice(*t, 0, b, 1), 2, 2 * kv, 2);
+        }
+        for (Tensor* t : {&f.k, &f.v, &g.k, &g.v, &g.dk, &g.dv}) {
+          *t = slice(slice(*t, 0, b, 1), 2, kv, 1);
+        }
+        for (Tensor* t : {&f.lse, &g.lse}) *t = slice(slice(*t, 0, b, 1), 1, 2 * kv, 2);
+        Options options = w.options;
+        options.origin = {.batch = b, .head = 2 * kv, .heads = c.hq};
+        compute(f, options, w.run_options);
+        parts.emplace_back(g, options);
+      }
     }
+    EXPECT_EQ(bits(w.forward.out), out);
+    for (auto& [part, options] : parts) compute(part, options, w.run_options);
+    EXPECT_EQ(bits(w.backward.dk), dk);
   }
-  EXPECT_EQ(bits(w.forward.out), out);
 }
 
 // dk and dv in f32 are those of 16 bits before they are rounded.

@@ -87,6 +87,13 @@ TEST(Complaint, FindsWhatItIsFor) {
   EXPECT_NE(complaint(""), "");
 }
 
+/// The second half of its queries; gradients of keys are f32.
+Problem part_of(Problem p) {
+  p.origin = {.query = p.sq, .heads = p.hq, .queries = 2 * p.sq, .keys = p.sq + p.sk};
+  p.f32_key_gradients = p.pass == Pass::kBackward;
+  return p;
+}
+
 /// Problems whose plans cover every head dim with plain options, and every option with the head
 /// dims that matter.
 std::vector<Problem> problems() {
@@ -137,6 +144,8 @@ std::vector<Problem> problems() {
                                    .sinks = true}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .dropout = 0.1}));
     all.push_back(forward_problem({.d = d, .dropout = 0.1}));
+    all.push_back(part_of(forward_problem({.d = d, .mask = causal()})));
+    all.push_back(part_of(forward_problem({.d = d, .mask = causal(), .dropout = 0.1})));
     all.push_back(forward_problem({.dtype = DType::kF16,
                                    .d = d,
                                    .mask = window(100, 20),
@@ -431,6 +440,12 @@ std::vector<Problem> backward_problems() {
     all.push_back(backward_problem({.d = 112, .softcap = softcap, .dropout = 0.1}));
   }
   all.push_back(backward_problem({.sinks = true}, {.dsinks = true}));
+  for (const int64_t d : {64, 128, 192, 256}) {
+    for (const bool invariant : {false, true}) {
+      all.push_back(part_of(backward_problem({.d = d, .mask = causal(), .invariant = invariant})));
+    }
+  }
+  all.push_back(part_of(backward_problem({.mask = chunked(300, causal()), .dropout = 0.1})));
   return all;
 }
 

@@ -116,6 +116,7 @@ void set_problem(const Problem& p, AnyBackwardKey& key, AnyBackwardPlan& plan) {
   static_cast<KernelKey&>(key) = kernel_key(p);
   key.dropout = p.dropout_p > 0;
   key.has_dlse = p.has(Arg::kDlse);
+  key.f32_key_gradients = p.f32_key_gradients;
   plan.dsinks = p.has(Arg::kDsinks);
   plan.dbias = p.has(Arg::kDbias);
   plan.dtensors = p.expressions.wants_gradients();
@@ -174,9 +175,11 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
     key.has_right = of.has_right;
     key.has_chunk = of.has_chunk;
     key.top_left = of.top_left;
+    key.part = of.part;
     key.seqused_k = of.seqused_k;
   }
   key.packed = of.packed;
+  if (of.packed) key.f32_key_gradients = of.f32_key_gradients;
   key.seqused_q = of.seqused_q;
   key.has_dlse = of.has_dlse;
   key.elements = of.elements;
@@ -188,6 +191,7 @@ KernelUse round_kernel(const AnyBackwardKey& of) {
   if (of.repairs()) {
     static_cast<KernelKey&>(key) = of;
     key.dropout = of.dropout;
+    key.f32_key_gradients = of.f32_key_gradients;
   }
   key.dtypes = of.dtypes;
   key.head_dim = round_up(of.head_dim, kPanelColumns);
@@ -227,7 +231,7 @@ AnyBackwardWorkspace backward_workspace(const Problem& p, const AnyBackwardKey& 
 BackwardParams backward_params(const Problem& p, const AnyBackwardKey& key,
                                const AnyBackwardPlan& plan, double p_log2) {
   BackwardParams to{};
-  static_cast<CallParams&>(to) = call_params(p, band_of(key, p.mask));
+  static_cast<CallParams&>(to) = call_params(p, band_of(key, p));
   to.q = strided(p.q);
   to.k = strided(p.k);
   to.v = strided(p.v);

@@ -29,7 +29,8 @@ struct AnyBackwardKey : KernelKey {
   bool early_starts = true;  ///< kernels start while the one before runs
   bool rounds_dq = false;    ///< the kernel by keys rounds dQ, too: of a short call
   bool dropout = false, has_dlse = false;
-  bool elements = false;  ///< gradients are stored by elements
+  bool f32_key_gradients = false;  ///< dK and dV are stored in f32
+  bool elements = false;           ///< gradients are stored by elements
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -44,6 +45,7 @@ struct AnyBackwardKey : KernelKey {
     f("kPackedK", packed);
     f("kDropout", dropout);
     f("kHasDlse", has_dlse);
+    f("kF32KeyGradients", f32_key_gradients);
     f("kElements", elements);
   }
 

@@ -1,5 +1,7 @@
 #include "cuda/common/few_rows.h"
 
+#include <algorithm>
+
 namespace fulgur::cuda {
 
 bool rows_decide(const Problem& p) {
@@ -8,6 +10,8 @@ bool rows_decide(const Problem& p) {
 }
 
 int64_t few_queries(const Problem& p) { return rows_decide(p) ? kFewRows / p.group() : 0; }
+
+int64_t deciding_queries(const Problem& p) { return std::max(p.sq, p.origin.queries); }
 
 bool takes_both(const Problem& p) {
   const int64_t few = few_queries(p);

@@ -17,6 +17,8 @@ inline constexpr int64_t kFewRows = 64;
 bool rows_decide(const Problem& problem);
 /// The most queries of a sequence that a decode kernel computes then; 0: it computes none.
 int64_t few_queries(const Problem& problem);
+/// Queries of the longest sequence, or of the longer one that it is a part of: these decide.
+int64_t deciding_queries(const Problem& problem);
 /// Whether a decode kernel computes some sequences of one call and the forward kernel others, as
 /// lengths say.
 bool takes_both(const Problem& problem);

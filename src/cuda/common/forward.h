@@ -23,7 +23,7 @@ void add_forward_kernels(const Plan& plan, std::vector<KernelUse>& kernels) {
 /// What kernels are told of a call in every run, without addresses.
 template <class Params>
 void set_forward_call(Params& params, const Problem& p, const KernelKey& key) {
-  static_cast<CallParams&>(params) = call_params(p, band_of(key, p.mask));
+  static_cast<CallParams&>(params) = call_params(p, band_of(key, p));
   params.o = strided(p.out);
   params.lse_batch_stride = p.lse.batch;
   params.lse_head_stride = p.lse.head;

@@ -9,6 +9,7 @@
 
 #include "base/convert.h"
 #include "base/formats.h"
+#include "call/lengths.h"
 #include "call/mask.h"
 #include "cuda/common/expression.h"
 #include "kernels/host_device/dropout.h"
@@ -34,6 +35,9 @@ static_assert(is_known<DType::kInt4>(kernels::kInt4));
 constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
 constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
 
+/// Whether bounds are those of sequences that may be longer than the longest one here.
+bool of_any_length(const Problem& p) { return p.invariant || p.origin != Origin{}; }
+
 }  // namespace
 
 kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
@@ -41,25 +45,34 @@ kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(
 bool left_binds(const Problem& p) {
   // A row has at most so many keys before its diagonal.
   const int64_t keys = (p.mask.top_left ? p.sq : p.sk) - 1;
-  return chunk_binds(p) || (p.mask.left >= 0 && (p.invariant || p.mask.left < keys));
+  return chunk_binds(p) || (p.mask.left >= 0 && (of_any_length(p) || p.mask.left < keys));
 }
 
 bool right_binds(const Problem& p) {
   const int64_t keys = (p.mask.top_left ? p.sk : p.sq) - 1;
-  return chunk_binds(p) || (p.mask.right >= 0 && (p.invariant || p.mask.right < keys));
+  return chunk_binds(p) || (p.mask.right >= 0 && (of_any_length(p) || p.mask.right < keys));
 }
 
 bool chunk_binds(const Problem& p) {
   // One chunk of all keys hides them from rows in front of the first key, as causal does, or after
   // the last one.
   const bool rows_outside = p.mask.top_left ? p.sq > p.mask.chunk : p.sq > 1 && p.mask.right != 0;
-  return p.mask.chunk > 0 && (p.invariant || p.mask.chunk < p.sk || rows_outside);
+  return p.mask.chunk > 0 && (of_any_length(p) || p.mask.chunk < p.sk || rows_outside);
 }
 
 bool top_left_binds(const Problem& p) {
   const bool same = !p.packed && !p.has(Arg::kSeqUsedQ) && !p.has(Arg::kSeqUsedK) && p.sq == p.sk;
   const bool has_diagonal = left_binds(p) || right_binds(p) || p.has(Arg::kAlibiSlopes);
-  return p.mask.top_left && has_diagonal && (p.invariant || !same);
+  return p.mask.top_left && has_diagonal && (of_any_length(p) || !same);
+}
+
+Problem long_sequences(const Problem& p, int64_t batch) {
+  Problem other = p;
+  other.packed = false;
+  other.batch = batch;
+  other.sq = other.sk = 8192;
+  other.origin = {};
+  return other;
 }
 
 bool has_cache(const Problem& p) {
@@ -90,6 +103,7 @@ KernelKey kernel_key(const Problem& p) {
           .has_right = right_binds(p),
           .has_chunk = chunk_binds(p),
           .top_left = top_left_binds(p),
+          .part = p.origin != Origin{},
           .tree = p.has(Arg::kTreeMask),
           .transforms_scores = transforms(p),
           .softcap = p.softcap > 0,
@@ -173,6 +187,22 @@ kernels::Band band_of(const KernelKey& key, const Mask& mask) {
           key.top_left};
 }
 
+kernels::Band band_of(const KernelKey& key, const Problem& p) {
+  kernels::Band band = band_of(key, p.mask);
+  band.shift = static_cast<int>(whole_sequence(p).shift);
+  band.first_key = static_cast<int>(p.origin.key);
+  return band;
+}
+
+std::string origin_rejected(const Problem& p) {
+  const Origin& o = p.origin;
+  if (o != Origin{} && p.expressions.given()) return "computes no expressions of a part of a call";
+  if (std::max(o.queries, o.keys) < kMaxRows && (o.batch + p.batch) * o.heads < kMaxRows) return {};
+  return fmt::format(
+      "computes parts of less than {} rows and heads of all sequences, got {} and {}", kMaxRows,
+      std::max(o.queries, o.keys), (o.batch + p.batch) * o.heads);
+}
+
 float scale_log2(const Problem& p) { return static_cast<float>(p.scale * std::numbers::log2e); }
 
 bool transforms(const Problem& p) {
@@ -198,6 +228,10 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   params.window_left = band.left;
   params.window_right = band.right;
   params.chunk = band.chunk;
+  const Origin& o = p.origin;
+  params.part = {band.shift, static_cast<int>(o.heads),
+                 static_cast<int>(o.batch * o.heads + o.head), static_cast<int>(o.query),
+                 static_cast<int>(o.key)};
   params.scale_log2 = scale_log2(p);
   params.bias = {nullptr, p.bias.batch, p.bias.head, p.bias.row, p.bias.key};
   if (p.has(Arg::kBias)) params.bias_factor = static_cast<float>(1 / p.scale);

@@ -27,11 +27,16 @@ kernels::Element element_of(DType dtype);
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 /// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
-/// none; but with `invariant` it stays, since which sequence is the longest depends on the batch.
+/// none; but with `invariant` it stays, since which sequence is the longest depends on the batch,
+/// and so it does in a part of a longer one.
 /// Where chunks do, both bounds do, too: those of the window around each.
 bool left_binds(const Problem& problem);
 bool right_binds(const Problem& problem);
 bool chunk_binds(const Problem& problem);
+
+/// Sequences of one length by whose cost tiles of an invariant call are compared, as their order
+/// must not depend on the call's sequences, nor on which part of a larger call it is.
+Problem long_sequences(const Problem& problem, int64_t batch);
 
 /// Keys in pages or elsewhere, or packed queries alone.
 bool has_cache(const Problem& problem);
@@ -45,6 +50,7 @@ struct KernelKey {
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
   int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
   bool has_left = false, has_right = false, has_chunk = false, top_left = false;
+  bool part = false;  ///< the call is a part of a larger one
   bool tree = false;  ///< a tree mask hides some of the last sq keys
   bool transforms_scores = false, softcap = false, alibi = false;
   int bias = 0;            ///< 1 + the element type of a dense bias; 0: there is none
@@ -69,6 +75,7 @@ struct KernelKey {
     f("kHasRight", has_right);
     f("kHasChunk", has_chunk);
     f("kTopLeft", top_left);
+    f("kPart", part);
     f("kTree", tree);
     f("kScoreMode", transforms_scores);
     f("kSoftcap", softcap);
@@ -126,6 +133,11 @@ AnyForwardKey any_forward_key(const Problem& problem);
 
 /// The mask as a kernel sees it: the bounds that its plan has, 0 where it has none.
 kernels::Band band_of(const KernelKey& key, const Mask& mask);
+/// With the place of a part in a larger call.
+kernels::Band band_of(const KernelKey& key, const Problem& problem);
+
+/// Why no kernel computes this part of a larger call; empty where some may, and where it is none.
+std::string origin_rejected(const Problem& problem);
 
 /// scale * log2(e), as the kernels compute with it.
 float scale_log2(const Problem& problem);

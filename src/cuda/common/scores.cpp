@@ -95,7 +95,7 @@ class ScoresExecutable final : public AttentionExecutable<ScoresArgs> {
   ScoresParams params_of(const ScoresArgs& args) const {
     const Problem& p = problem_;
     ScoresParams params{};
-    static_cast<CallParams&>(params) = call_params(p, band_of(plan_, p.mask));
+    static_cast<CallParams&>(params) = call_params(p, band_of(plan_, p));
     params.expression = expressions_.arguments(args.tensors);
     params.q = strided(p.q);
     params.k = strided(p.k);

@@ -240,11 +240,11 @@ DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
 
 std::string decode_rejects(const Problem& p) {
   const std::string why = decode_rejects_few(p);
-  if (!why.empty() || !rows_decide(p) || p.sq <= few_queries(p)) return why;
+  if (!why.empty() || !rows_decide(p) || deciding_queries(p) <= few_queries(p)) return why;
   return fmt::format(
       "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
       "{} heads",
-      kFewRows, p.sq, p.group());
+      kFewRows, deciding_queries(p), p.group());
 }
 
 std::string decode_rejects_few(const Problem& p) {

@@ -37,8 +37,7 @@ class CudaEngine final : public Engine {
   }
   std::string rejects(const Problem& p) const override {
     if (p.device.type != DeviceType::kCuda) return "computes tensors on cuda";
-    if (p.origin != Origin{}) return "computes no part of a larger call";
-    if (p.f32_key_gradients) return "computes dk and dv in the dtype of k";
+    if (std::string why = origin_rejected(p); !why.empty()) return why;
     if (std::string why = codes_rejected(p); !why.empty()) return why;
     return no_family_computes(p, families_at(p.device.index, p.algorithm));
   }

@@ -221,7 +221,7 @@ class StandardExecutable final : public Executable {
   void multiply(Product product, CUstream stream, const Matrix& a, const Matrix& b, const Matrix& c,
                 int64_t m, int64_t n, int64_t depth, double scale) const {
     ProductParams params{};
-    static_cast<CallParams&>(params) = call_params(p_, band_of(plan_, p_.mask));
+    static_cast<CallParams&>(params) = call_params(p_, band_of(plan_, p_));
     params.a = a.at;
     params.b = b.at;
     params.c = c.at;

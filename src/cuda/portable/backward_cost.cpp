@@ -43,7 +43,7 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
 
 double predicted_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
-  const kernels::Band band = band_of(plan, p.mask);
+  const kernels::Band band = band_of(plan, p);
   const double step = step_cycles(plan, card);
   double all = 0, longest_block = 0;
   for (int block = 0; block < plan.key_blocks.blocks; ++block) {

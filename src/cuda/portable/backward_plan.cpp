@@ -79,14 +79,10 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
 /// Cycles by which tiles are compared.
 double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
   if (!p.invariant) return predicted_cycles(plan, p, card);
-  // The order must not depend on the batch: that of one long sequence for each SM.
-  Problem one = p;
-  one.packed = false;
-  one.batch = card.sms;
-  one.sq = one.sk = 8192;
+  const Problem sequences = long_sequences(p, card.sms);
   BackwardPlan other = plan;
-  other.key_blocks = schedule(one, other, card.sms);
-  return predicted_cycles(other, one, card);
+  other.key_blocks = schedule(sequences, other, card.sms);
+  return predicted_cycles(other, sequences, card);
 }
 
 }  // namespace

@@ -49,7 +49,7 @@ double predicted_cycles(const ForwardPlan& plan, const Problem& p, const Card& c
   const double warps = plan.strips / plan.warp_strips;  // of a CTA, for each scheduler
   const double steady = std::max(tile.busy, tile.chain / (warps * plan.residents)) * warps;
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
-  const kernels::Band band = band_of(plan, p.mask);
+  const kernels::Band band = band_of(plan, p);
   kernels::Work head{};  // one head alone
   head.row_blocks = head.q_tiles = plan.work.row_blocks;
   head.heads = head.section_heads = 1;

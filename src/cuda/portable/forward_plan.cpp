@@ -83,11 +83,7 @@ void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
 double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   divide_heads(plan, p, card.sms);
   if (!p.invariant) return predicted_cycles(plan, p, card);
-  // The order must not depend on the batch: that of one long sequence.
-  Problem one = p;
-  one.packed = false;
-  one.batch = 1;
-  one.sq = one.sk = 8192;
+  const Problem one = long_sequences(p, 1);
   ForwardPlan other = plan;
   other.work.heads = card.sms;
   divide_heads(other, one, card.sms);

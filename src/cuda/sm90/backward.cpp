@@ -38,7 +38,7 @@ KernelUse rows_kernel(const BackwardPlan& plan) {
   BackwardKey key = plan;
   key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
   key.transforms_scores = key.softcap = key.alibi = key.dropout = key.has_dlse = false;
-  key.bias_rows = false;
+  key.bias_rows = key.f32_key_gradients = false;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
@@ -48,6 +48,7 @@ KernelUse repair_kernel(const BackwardPlan& plan) {
   key.head_dim = round_up(plan.head_dim, kWarpColumns);
   key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.dropout = plan.dropout;
+  key.f32_key_gradients = plan.f32_key_gradients;
   return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
 }
 
@@ -74,6 +75,7 @@ KernelUse reduce_kernel(const BackwardPlan& plan) {
   key.block_keys = plan.block_keys;
   key.has_right = plan.repairs();  // either bound has the same text
   key.packed = plan.packed;
+  key.f32_key_gradients = plan.f32_key_gradients;
   key.elements = plan.elements;
   return use("sm90/backward/reduce.cu", key, "fulgur_backward_reduce", 0);
 }

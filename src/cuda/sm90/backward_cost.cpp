@@ -34,7 +34,7 @@ bool has_one_panel(const BackwardKey& key) { return std::max(key.head_dim, key.v
 
 BackwardWork::BackwardWork(const Problem& p, const BackwardPlan& plan)
     : tile(plan.score_tile()),
-      band(band_of(plan, p.mask)),
+      band(band_of(plan, p)),
       lengths{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)},
       row_tiles(ceil_div(p.sq, tile.rows)),
       key_blocks(std::max(ceil_div(p.sk, tile.keys), 1)),

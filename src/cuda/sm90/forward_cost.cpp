@@ -68,7 +68,7 @@ BlockCost block_cost(const ForwardPlan& plan, const Problem& p) {
   const KeyTile key_tile = key_tile_cycles(plan);
   const double end = key_tile.ends + (plan.q_stages > 1 ? kHiddenEndCycles : kEndCycles);
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), keys_of_longest(p)};
-  const kernels::Band band = band_of(plan, p.mask);
+  const kernels::Band band = band_of(plan, p);
   BlockCost cost;
   cost.leave_split = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
   cost.end = end;

@@ -231,11 +231,7 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
 double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   const double cycles = schedule(plan, p, card);
   if (!p.invariant) return cycles;
-  // The order must not depend on the batch either: that of one long sequence.
-  Problem one = p;
-  one.packed = false;
-  one.batch = 1;
-  one.sq = one.sk = 8192;
+  const Problem one = long_sequences(p, 1);
   ForwardPlan other = plan;
   other.work.heads = card.sms;
   return schedule(other, one, card);
@@ -311,10 +307,10 @@ std::string forward_rejects(const Problem& p) {
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
-  if (rows_decide(p) && p.sq <= few_queries(p)) {
+  if (rows_decide(p) && deciding_queries(p) <= few_queries(p)) {
     return fmt::format(
         "computes `invariant` calls from {} rows of a kv head on, got {} queries of {} heads",
-        kFewRows + 1, p.sq, p.group());
+        kFewRows + 1, deciding_queries(p), p.group());
   }
   if (p.cache.paged()) {
     if (const std::string why = pages_rejected(p); !why.empty()) return why;

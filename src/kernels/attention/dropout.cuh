@@ -14,6 +14,20 @@ __device__ __forceinline__ DropoutMask dropout_of(const CallParams& p) {
   return dropout_mask(p.dropout_threshold, seed, offset);
 }
 
+// The number of a q head among those of all sequences.
+__device__ __forceinline__ u32 dropout_head(const CallParams& p, int batch, int head) {
+  return kPart ? p.part.head + batch * p.part.heads + head : batch * p.hq + head;
+}
+// Queries and keys are those of the longer sequences.
+__device__ __forceinline__ u32 dropout_query_of(const CallParams& p, int query) {
+  return kPart ? p.part.query + query : query;
+}
+__device__ __forceinline__ u32 dropout_key_of(const CallParams& p, int key) { return kPart ? p.part.key + key : key; }
+__device__ __forceinline__ bool keeps(const CallParams& p, const DropoutMask& mask, int batch, int head, int query,
+                                      int key) {
+  return mask.keeps(dropout_head(p, batch, head), dropout_query_of(p, query), dropout_key_of(p, key));
+}
+
 // Its key lies in shared memory and is read anew where it is used. From registers the compiler would compute the keys
 // of all rounds in front of a loop, and would have none for them.
 __device__ __forceinline__ void store_dropout_key(const CallParams& p, u32 address) {
@@ -93,8 +107,8 @@ template <int columns>
 __device__ __forceinline__ Kept<columns> kept_scores(const CallParams& p, u32 dropout_key, u32 head, u32 query,
                                                      u32 key) {
   const u32 lane = threadIdx.x % 32;
-  const u32 mine = query + lane / 4 + lane % 2 * 8;
-  const u32 keys = key / kDropoutKeys + lane % 4 / 2;
+  const u32 mine = dropout_query_of(p, query) + lane / 4 + lane % 2 * 8;
+  const u32 keys = dropout_key_of(p, key) / kDropoutKeys + lane % 4 / 2;
   return kept_of_calls<columns>(
       p, dropout_key,
       [&](u32& bits, const DropoutMask& mask, int call) { decide(bits, mask, head, mine, keys + 2 * call); },
@@ -108,8 +122,8 @@ __device__ __forceinline__ Kept<columns> kept_transposed(const CallParams& p, u3
                                                          u32 key) {
   const u32 lane = threadIdx.x % 32;
   const u32 which = lane / 4 % 4;
-  const u32 mine = query + lane % 4 * 2 + which % 2;
-  const u32 keys = key / kDropoutKeys + which / 2 * 2 + lane / 16;
+  const u32 mine = dropout_query_of(p, query) + lane % 4 * 2 + which % 2;
+  const u32 keys = dropout_key_of(p, key) / kDropoutKeys + which / 2 * 2 + lane / 16;
   return kept_of_calls<columns>(
       p, dropout_key,
       [&](u32& bits, const DropoutMask& mask, int call) { decide(bits, mask, head, mine + 8 * call, keys); },

@@ -3,6 +3,7 @@
 #include "kernel_config.h"
 #include "host_device/attention_params.h"
 #include "attention/fragment.cuh"
+#include "device/math.cuh"
 #include "device/operands.cuh"
 #include "device/schedule.cuh"
 
@@ -11,12 +12,15 @@ __device__ __forceinline__ typename Type::Memory* row_of(const StridedTensor& t,
   return static_cast<typename Type::Memory*>(t.data) + (kPacked ? 0 : batch * t.batch) + row * t.row + head * t.head;
 }
 
-// Packed values on their way out, and whether all so far were finite.
+// Values on their way out, and whether all so far were finite.
 template <class Type>
 struct Finite {
-  u32 trace = 0;  // 0 * everything
+  u32 trace = 0;  // 0 * everything; of f32 whether some was not
   __device__ __forceinline__ void add(u32 packed) {
     if (kHidesKeys) trace = Type::fma(packed, 0, trace);
+  }
+  __device__ __forceinline__ void add(float x) {
+    if (kHidesKeys) trace |= !(fabsf(x) < infinity());
   }
   // Says so where they were not.
   __device__ __forceinline__ void report(int* not_finite) const {
@@ -34,6 +38,18 @@ __device__ __forceinline__ void store_global_columns(Memory* to, const u32 (&x)[
     for (int i = 0; i < 8; ++i)
       if (i < count) to[i] = static_cast<Memory>(x[i / 2] >> (i % 2 * 16));
   }
+}
+
+// A pair of adjacent columns in f32, of which `count` exist. Quads store 32 bytes side by side.
+template <class Type>
+__device__ __forceinline__ void store_global_pair(float* to, float low, float high, int count, bool counts,
+                                                  Finite<Type>& finite) {
+  if (counts) {
+    finite.add(low);
+    finite.add(high);
+  }
+  if (count > 0) to[0] = low;
+  if (count > 1) to[1] = high;
 }
 
 // A 4 x 4 transposition over a quad, in two exchanges: x[j] of lane i goes to x[i] of lane j.
@@ -58,16 +74,27 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
 template <class Type, int columns, bool elements>
 __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
                                                  int i, int half, float scale, Finite<Type>& finite) {
-  u32 y[4];  // y[j]: this thread's pair of columns of the j-th group of 8
+  if constexpr (Type::kType == kF32) {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int at = i + 4 * j + 2 * half;
-    y[j] = at < columns / 2 ? Type::pack(x[at] * scale, x[at + 1] * scale) : 0;
-    if (half == 0) finite.add(y[j]);
+    for (int j = 0; j < 4; ++j) {
+      const int at = i + 4 * j + 2 * half;
+      const int column = 2 * i + 8 * j + 2 * int(threadIdx.x % 4);
+      if (at < columns / 2) {
+        store_global_pair(out + column, x[at] * scale, x[at + 1] * scale, dims - column, half == 0, finite);
+      }
+    }
+  } else {
+    u32 y[4];  // y[j]: this thread's pair of columns of the j-th group of 8
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int at = i + 4 * j + 2 * half;
+      y[j] = at < columns / 2 ? Type::pack(x[at] * scale, x[at + 1] * scale) : 0;
+      if (half == 0) finite.add(y[j]);
+    }
+    quad_transpose(y);
+    const int column = 2 * i + 8 * u32(threadIdx.x % 4);
+    store_global_columns<elements>(out + column, y, dims - column);
   }
-  quad_transpose(y);
-  const int column = 2 * i + 8 * u32(threadIdx.x % 4);
-  store_global_columns<elements>(out + column, y, dims - column);
 }
 
 // `columns` columns of the rows r, at `out`, and r + 8; `rows` rows exist from r on.

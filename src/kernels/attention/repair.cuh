@@ -69,7 +69,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     if (kHasCodes) s *= descale;
     if (score_mod_hides(p, at, s)) continue;
     float weight = exp2_fast(exponent(p, at, s, bias_of(p, at), shift));
-    if (kDropout && !dropout.keeps(place.batch * p.hq + place.head, row, key)) weight = 0;
+    if (kDropout && !keeps(p, dropout, place.batch, place.head, row, key)) weight = 0;
     done = true;
 #pragma unroll
     for (int i = 0; i < kOutput; ++i) {

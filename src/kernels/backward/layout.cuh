@@ -7,6 +7,8 @@ __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 
 using ElementP = ElementO;   // of P, which is multiplied with dO
 using ElementDs = ElementQ;  // of dS, which is multiplied with Q and K
+using ElementDk = ElementType<kF32KeyGradients ? kF32 : ElementK::kType>;
+using ElementDv = ElementType<kF32KeyGradients ? kF32 : ElementV::kType>;
 
 enum : int {
   kAccumulatesDq = kDqMethod != int(DqMethod::kStored),

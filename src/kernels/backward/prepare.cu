@@ -87,8 +87,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
       for (int i = threadIdx.x; i < kDsTileBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
       clear_around<ElementQ>(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
-      clear_around<ElementK>(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
-      clear_around<ElementV>(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
+      clear_around<ElementDk>(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
+      clear_around<ElementDv>(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
     }
   }
   const int lane = threadIdx.x % kLanes;

@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_row(typename Type::Memory* row, int dims, 
 #pragma unroll
   for (int i = 0; i < share; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
-    if (column < dims) row[column] = static_cast<typename Type::Memory>(Type::pack(x[i] * scale, 0));
+    if (column < dims) row[column] = from_f32<Type::kType>(x[i] * scale);
   }
 }
 template <class Type, int share>
@@ -76,7 +76,7 @@ __device__ __forceinline__ Weights weights_of(const BackwardParams& p, const Sco
 __device__ __forceinline__ float kept_of(const BackwardParams& p, const DropoutMask& dropout, int batch, int head,
                                          int row, int key) {
   if (!kDropout) return 1;
-  return dropout.keeps(batch * p.hq + head, row, key) ? p.keep_scale : 0;
+  return keeps(p, dropout, batch, head, row, key) ? p.keep_scale : 0;
 }
 
 // The index of the statistics of a sequence and q head.
@@ -119,9 +119,9 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
 __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, int head, int key) {
   const Lengths n = lengths_of(p, batch);
   if (key >= n.sk) return;
-  ElementK::Memory* dk = row_of<ElementK>(p.dk, batch, n.k_start + key, head);
-  ElementV::Memory* dv = row_of<ElementV>(p.dv_grad, batch, n.k_start + key, head);
-  if (row_is_finite<ElementK, kHeadShare>(dk, p.d) && row_is_finite<ElementV, kValueShare>(dv, p.dv)) return;
+  ElementDk::Memory* dk = row_of<ElementDk>(p.dk, batch, n.k_start + key, head);
+  ElementDv::Memory* dv = row_of<ElementDv>(p.dv_grad, batch, n.k_start + key, head);
+  if (row_is_finite<ElementDk, kHeadShare>(dk, p.d) && row_is_finite<ElementDv, kValueShare>(dv, p.dv)) return;
   float k[kHeadShare];
   float v[kValueShare];
   float sum_k[kHeadShare] = {};
@@ -149,8 +149,8 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
       add(sum_v, weights.p, dout);
     }
   }
-  store_row<ElementK>(dk, p.d, sum_k, p.scale);
-  store_row<ElementV>(dv, p.dv, sum_v, 1);
+  store_row<ElementDk>(dk, p.d, sum_k, p.scale);
+  store_row<ElementDv>(dv, p.dv, sum_v, 1);
 }
 
 // Repairs the share of warp `warp` of `warps` of all rows of dK and dV.

@@ -20,7 +20,7 @@
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks, kHasLse
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks, kHasLse
 //                   as in sm90/forward/params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k

@@ -20,7 +20,8 @@ enum : int { kScoresHide = kBias || kScoreMod || kMaskMod };
 enum : int { kHidesKeys = kHasLeft || kHasRight || kTree || kScoresHide };  // that exist, from some rows
 
 __device__ __forceinline__ Band band_of(const CallParams& p) {
-  return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0, bool(kTopLeft)};
+  return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0, bool(kTopLeft),
+          kPart ? p.part.shift : 0, kPart ? p.part.key : 0};
 }
 
 // Rows of q that a sequence has, beyond seqused_q too.

@@ -39,6 +39,12 @@ struct DenseBias {
   long long batch, head, row, key;
 };
 
+// Where a part of a larger call lies in it: how many keys later diagonals are, as Band::shift, and of its random numbers
+// how many heads a sequence has and which are the first head of all, query and key.
+struct CallPart {
+  int shift, heads, head, query, key;
+};
+
 // What is computed: inputs, lengths, mask and scores.
 struct CallParams {
   StridedTensor q, k, v;       // for rows that are computed again (attention/repair.cuh)
@@ -69,6 +75,7 @@ struct CallParams {
   float keep_scale;            // 1 / (1 - p)
 
   alignas(16) int chunk;  // > 0 where kHasChunk; what is after stays as aligned as without it
+  CallPart part;          // kPart
   const int* seqused_q;   // [b], kSeqUsedQ
   DenseBias bias;
   float bias_factor;  // kScoreMode 0: 1 / scale

@@ -19,6 +19,8 @@ struct Band {
   int left, right;
   int chunk;
   bool top_left;  // the first row is on the diagonal of the first key; otherwise the last one is on that of the last
+  int shift = 0;      // of a part of a longer sequence: how many keys later diagonals are
+  int first_key = 0;  // and its first key, from which chunks are not counted
 };
 
 // Keys [begin, end); none when begin >= end.
@@ -31,12 +33,13 @@ FULGUR_SHARED bool first_rows_see_most(const Band& band) { return band.has_left 
 
 // The key on the diagonal of a row.
 FULGUR_SHARED int diagonal_of(const Band& band, const Lengths& n, int row) {
-  return band.top_left ? row : row + n.sk - n.sq;
+  return (band.top_left ? row : row + n.sk - n.sq) + band.shift;
 }
 
 // Where the chunk of a key begins, which may be one in front of the first.
 FULGUR_SHARED int chunk_begin(const Band& band, int key) {
-  return (key < 0 ? key - band.chunk + 1 : key) / band.chunk * band.chunk;
+  const int of_all = key + band.first_key;
+  return (of_all < 0 ? of_all - band.chunk + 1 : of_all) / band.chunk * band.chunk - band.first_key;
 }
 
 // The keys of `sk` that a row on the diagonal of key `diagonal` sees.

@@ -44,7 +44,8 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
     const ScoreContext at = score_context(of_head, query, diagonal_of(band_of(p), n, query), key);
     Kept<kHalfRows> kept;
     if (kDropout)
-      kept = kept_transposed<kHalfRows>(p, smem + kLayout.dropout_key, keys.batch * p.hq + step.head(), row, first);
+      kept = kept_transposed<kHalfRows>(p, smem + kLayout.dropout_key, dropout_head(p, keys.batch, step.head()), row,
+                                        first);
     float slopes[kHasScoreSlope ? kHalfRows / 2 : 1];
 #pragma unroll
     for (int j = 0; j < kHalfRows / 8; ++j) {
@@ -155,18 +156,30 @@ __device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim
   for (int unit = 0; unit < units_of(dim); unit += 2)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {  // rows r and r + 8
-      u32 y[4];
+      if constexpr (Type::kType == kF32) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int at = 8 * unit + 4 * j + 2 * half;
-        y[j] = at < 8 * units_of(dim) ? Type::pack(G[at] * scale, G[at + 1] * scale) : 0;
-        if (half == 0) finite.add(y[j]);
+        for (int j = 0; j < 4; ++j) {
+          const int at = 8 * unit + 4 * j + 2 * half;
+          const int column = 32 * (unit + j / 2) + 16 * part.half + j % 2 * 8 + 2 * int(threadIdx.x % 4);
+          if (at < 8 * units_of(dim)) {
+            store_global_pair(out + 8 * half * row_stride + column, G[at] * scale, G[at + 1] * scale,
+                              rows > 8 * half ? dims - column : 0, half == 0, finite);
+          }
+        }
+      } else {
+        u32 y[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const int at = 8 * unit + 4 * j + 2 * half;
+          y[j] = at < 8 * units_of(dim) ? Type::pack(G[at] * scale, G[at + 1] * scale) : 0;
+          if (half == 0) finite.add(y[j]);
+        }
+        quad_transpose(y);
+        const int quad = threadIdx.x % 4;
+        const int column = 32 * (unit + quad / 2) + 16 * part.half + quad % 2 * 8;
+        const bool there = rows > 8 * half && unit + quad / 2 < units_of(dim);
+        store_global_columns<kElements>(out + 8 * half * row_stride + column, y, there ? dims - column : 0);
       }
-      quad_transpose(y);
-      const int quad = threadIdx.x % 4;
-      const int column = 32 * (unit + quad / 2) + 16 * part.half + quad % 2 * 8;
-      const bool there = rows > 8 * half && unit + quad / 2 < units_of(dim);
-      store_global_columns<kElements>(out + 8 * half * row_stride + column, y, there ? dims - column : 0);
     }
 }
 
@@ -278,8 +291,8 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     __syncthreads();
     if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
   }
-  store_gradients<ElementK, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
-  store_gradients<ElementV, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
+  store_gradients<ElementDk, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
+  store_gradients<ElementDv, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

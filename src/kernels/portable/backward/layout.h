@@ -15,7 +15,7 @@
 //   kDqByFours      1: four sums of dQ are added at once, where the target can (red.v4)
 //   kStoresMatrices 1: P and dS are stored by matrices, where the target can (stmatrix)
 //   kEarlyStarts, kRoundsDq    0
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked, kSeqUsedQ,
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked, kSeqUsedQ,
 //   kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
 //   kHasDlse, kElements    as in backward/params.h

@@ -63,7 +63,7 @@ __device__ __forceinline__ void add_score_tile(const BackwardParams& p, u32 smem
   multiply<ElementO, kValueDim>(Y, smem, smem + kLayout.keys);
   Kept<kBlockKeys> kept;
   if (kDropout)
-    kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, batch * p.hq + head, row + warp_row(), first_key);
+    kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, batch, head), row + warp_row(), first_key);
   const ScoreHead of_head = score_head(p, n, batch, head);
   add_gradients(p, sums, X, Y, batch, head, row, first_key, n, kept,
                 [&](ScoreContext at, int column, float(&of_keys)[8]) {

@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
         adjust_scores(p, S[s], head, strips[s], n, q_tile.batch, tile);
         softmax_step<false>(S[s], P[s], O[s], rows[s], c);
         if (kDropout)
-          kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, q_tile.batch * p.hq + q_tile.head,
+          kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, q_tile.batch, q_tile.head),
                                   strips[s].row + warp_row(), tile * kBlockKeys)
               .drop(P[s]);
       }

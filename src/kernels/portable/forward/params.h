@@ -14,8 +14,8 @@
 //   kResidents      CTAs that an SM has room for
 //   kStore          how O leaves: kStoreRows, 16 bytes at a time, or kStoreElements, where rows of O are not multiples
 //                   of 16 bytes, strides and base included
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kTree, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks, kPacked,
-//   kPackedK, kPage, kPageLists, kBatchIdx, kLeftPad, kSeqUsedQ, kSeqUsedK, kDropout, kHasLse, kFewQueries
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kTree, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks,
+//   kPacked, kPackedK, kPage, kPageLists, kBatchIdx, kLeftPad, kSeqUsedQ, kSeqUsedK, kDropout, kHasLse, kFewQueries
 //                   as in sm90/forward/params.h and decode/params.h
 //
 // A launch is a CTA of 128 * kStrips / kWarpStrips threads for each q tile (host_device/work_tiles.h).

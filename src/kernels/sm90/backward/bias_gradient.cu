@@ -133,7 +133,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
                                            uniform_descriptor(keys.address() + kSums.v, 0));
         Kept<kBlockKeys> kept;
         if (kDropout)
-          kept = kept_scores<kBlockKeys>(p, smem + kSums.dropout_key, batch * p.hq + head, row + warp_row(),
+          kept = kept_scores<kBlockKeys>(p, smem + kSums.dropout_key, dropout_head(p, batch, head), row + warp_row(),
                                          walk.key_tile * kBlockKeys);
         wgmma_wait<0>();
         register_fence(X);

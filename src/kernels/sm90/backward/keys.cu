@@ -273,7 +273,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           ds.commit(p, step);
           block = load_block(k);  // again, rather than kept in registers
           finite &=
-              end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+              end_gradient<ElementDv, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
           if (kBias) q.release_loaded(leader);
@@ -305,12 +305,12 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         pack_scores<ElementP>(X, P);
       }
     } else {
-      end_gradient<ElementV, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+      end_gradient<ElementDv, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
     }
     k.release(leader);
 
     block = next_block(k, q, own, X, [&, block] {
-      finite &= end_gradient<ElementK, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
+      finite &= end_gradient<ElementDk, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
       if (kCuts && block.state & kFirstPart) arrive_first_part(p);
     });
   }

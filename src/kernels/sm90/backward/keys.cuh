@@ -236,7 +236,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
 __device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
                                                          int key) {
   const KeyBlock block = load_block(k);
-  const int head = block.batch * p.hq + query_head(p, block) + u32(step.state) / kHeadOfSplit;
+  const u32 head = dropout_head(p, block.batch, query_head(p, block) + u32(step.state) / kHeadOfSplit);
   return kept_transposed<kBlockRows>(p, k.smem + kKeysLayout.dropout_key, head, step.row,
                                      block.block * kBlockKeys + key);
 }

@@ -223,7 +223,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
       block = load_block(k);  // again, rather than kept in registers
     }
     k.release(leader);
-    end_gradient<ElementV, kValueDim>(p, dV, block, 0, p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
+    end_gradient<ElementDv, kValueDim>(p, dV, block, 0, p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
   }
 }
 
@@ -327,7 +327,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       block = load_block(k);  // again, rather than kept in registers
     }
     k.release(leader);
-    end_gradient<ElementK, kHeadDim>(p, dK, block, 0, p.partial_dk, p.dk, p.d, p.scale);
+    end_gradient<ElementDk, kHeadDim>(p, dK, block, 0, p.partial_dk, p.dk, p.d, p.scale);
   }
   tma_store_wait();
 }

@@ -43,9 +43,9 @@ extern "C" __global__ void __launch_bounds__(kReduceThreads)
       const int number = at / kChunks;
       const int chunk = at % kChunks;
       if (chunk < kHeadChunks) {
-        reduce<ElementK, kHeadDim>(p, batch, head, number, kReduceColumns * chunk, p.partial_dk, p.dk, p.d, p.scale);
+        reduce<ElementDk, kHeadDim>(p, batch, head, number, kReduceColumns * chunk, p.partial_dk, p.dk, p.d, p.scale);
       } else {
-        reduce<ElementV, kValueDim>(p, batch, head, number, kReduceColumns * (chunk - kHeadChunks), p.partial_dv,
+        reduce<ElementDv, kValueDim>(p, batch, head, number, kReduceColumns * (chunk - kHeadChunks), p.partial_dv,
                                     p.dv_grad, p.dv, p.dv_scale);
       }
     }

@@ -113,7 +113,7 @@ __device__ __forceinline__ void clear_rows_after_sequence(const ForwardParams& p
                                                           u32 strip, u32 barrier) {
   if (!walk.more()) return;
   int valid = walk.sk - walk.diagonal;
-  if (kTopLeft) {
+  if (kTopLeft || kPart) {
     const Place place = load_place(view);
     valid = lengths_of(p, place.batch).sq - place.row;
   }
@@ -196,7 +196,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const auto decide_dropout = [&] {  // with the products
       if (!kDropout) return;
       const Place at = load_place(view);
-      kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, at.batch * p.hq + at.head, at.row + warp_row(),
+      kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, at.batch, at.head), at.row + warp_row(),
                                      walk.tile * kBlockKeys);
     };
     Rows rows = rows_without_keys();

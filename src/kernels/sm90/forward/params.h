@@ -18,6 +18,7 @@
 //   kHasRight       1: window_right does (causal: window_right = 0)
 //   kHasChunk       1: a row sees its chunk's keys alone; needs both bounds
 //   kTopLeft        1: the first row is on the diagonal of the first key, not the last one on that of the last
+//   kPart           1: the call is a part of a larger one, whose diagonals and random numbers it has
 //   kTree           0; 1 where a tree mask hides some of the last keys (decode/params.h)
 //   kScoreMode      0: scores are scale * q.k, scale > 0, folded into the exponent
 //                   1: scores are transformed first (scale <= 0, softcap, ALiBi)
