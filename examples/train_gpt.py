@@ -4,6 +4,7 @@
     examples/train_gpt.py curves --size tiny --seqlen 128 --batch 8 --steps 60   # minutes on a CPU
     examples/train_gpt.py curves --size 124M --seqlen 1024 --batch 16 --steps 300 --attn fulgur,math
     examples/train_gpt.py speed --size 1.3B --seqlen 8192 --batch 1
+    torchrun --nproc-per-node 2 examples/train_gpt.py curves --attn fulgur --seqlen 1024 --context-parallel
     examples/train_gpt.py report
 
 `curves` trains one model after the other, from the same weights on the same batches, and prints
@@ -11,6 +12,9 @@ their losses side by side. `speed` trains one model whose attention changes ever
 all are measured on the same clock, and prints tokens per second, TFLOP/s and MFU. `report` makes
 docs/performance/training.json.gz of both, for an H100 or H200, and its table and pictures; shapes that
 are in the file already are kept, so that it may be stopped and started again.
+
+With --context-parallel every process of torchrun has a part of each sequence, and all have the whole
+model: only attention, the loss and the gradients of the weights go from one to another.
 
 Model FLOPs are those of FlashAttention-2's paper (section 4.2): 6 s N + 12 L h s^2 for a sequence
 of s tokens, N parameters, L layers and a hidden size of h; a causal mask does not halve them.
@@ -21,6 +25,7 @@ import contextlib
 import datetime
 import importlib.util
 import json
+import os
 import pathlib
 import statistics
 import sys
@@ -28,7 +33,7 @@ import sysconfig
 import time
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -50,6 +55,13 @@ def with_fulgur():
     from fulgur.torch import attention
 
     return lambda q, k, v: attention(q, k, v, causal=True)
+
+
+def with_ranks():
+    from fulgur.distributed import attention
+
+    group = distributed.group.WORLD
+    return lambda q, k, v: attention(q, k, v, group=group, sharding="zigzag", causal=True)
 
 
 def with_sdpa(*backends):
@@ -110,13 +122,15 @@ class GPT(nn.Module):
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, text, run):
-        """The mean loss of the next token; `run` calls a block."""
-        x = self.tokens(text[:, :-1]) + self.places.weight
+    def forward(self, text, run, rows):
+        """What these rows of each sequence add to the mean loss of the next token; `run` calls a block."""
+        x = self.tokens(text[:, :-1][:, rows]) + self.places.weight[rows]
         for block in self.blocks:
             x = run(block, x)
         logits = self.norm(x) @ self.tokens.weight.T
-        return functional.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
+        targets = text[:, 1:]
+        losses = functional.cross_entropy(logits.flatten(0, 1).float(), targets[:, rows].flatten(), reduction="sum")
+        return losses / targets.numel()
 
     def flops(self, seqlen):
         """Of a training step on one sequence."""
@@ -141,6 +155,12 @@ class Training:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=args.device == "cuda")
         self.places = torch.Generator().manual_seed(2)
         self.runs = {}  # for each attention, how it calls a block
+        self.rows = slice(None)
+        if args.context_parallel:
+            from fulgur.distributed import rows_of
+
+            ranks, rank = distributed.get_world_size(), distributed.get_rank()
+            self.rows = torch.from_numpy(rows_of("zigzag", args.seqlen, ranks, rank)).to(args.device)
 
     def batch(self):
         high = len(self.text) - self.args.seqlen - 1
@@ -150,18 +170,22 @@ class Training:
 
     def run_of(self, name):
         if name not in self.runs:
-            attend = ATTENTION[name]()
+            attend = with_ranks() if self.args.context_parallel else ATTENTION[name]()
             run = lambda block, x: block(x, attend)  # noqa: E731
             self.runs[name] = torch.compile(run) if self.args.compile else run  # once for all blocks
         return self.runs[name]
 
     def step(self, name):
         with torch.autocast(self.args.device, torch.bfloat16, enabled=self.args.bf16):
-            loss = self.model(self.batch(), self.run_of(name))
+            loss = self.model(self.batch(), self.run_of(name), self.rows)
         loss.backward()
+        loss = loss.detach()
+        if self.args.context_parallel:
+            for x in (loss, *(p.grad for p in self.model.parameters())):
+                distributed.all_reduce(x)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
 
 def wait(args):
@@ -293,12 +317,22 @@ def main():
     parser.add_argument("--attn", default="fulgur,math", help=f"some of {','.join(ATTENTION)}")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="torch.compile; default on CUDA")
+    parser.add_argument("--context-parallel", action="store_true", help="of the processes of torchrun, with fulgur")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the figures")
     parser.add_argument("--note", help="what the page says besides")
     args = parser.parse_args()
     args.attn = args.attn.split(",")
     if unknown := [name for name in args.attn if name not in ATTENTION]:
         parser.error(f"--attn: got {unknown[0]}, want some of {', '.join(ATTENTION)}")
+    if args.context_parallel:
+        if args.attn != ["fulgur"] or args.what == "report":
+            parser.error("--context-parallel: want curves or speed with --attn fulgur")
+        distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
+        if args.device == "cuda":
+            torch.cuda.set_device(distributed.get_rank() % torch.cuda.device_count())
+        if distributed.get_rank() > 0:  # the first one reports
+            sys.stdout = open(os.devnull, "w")
+            args.json = None
     args.bf16 = args.device == "cuda"
     args.compile = args.device == "cuda" if args.compile is None else args.compile
     torch.set_float32_matmul_precision("high")

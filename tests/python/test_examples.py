@@ -7,6 +7,7 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from ranks import run_ranks
 
 pytest.importorskip("torch")
 
@@ -48,6 +49,42 @@ def test_speed_in_turns(tmp_path):
         assert entry["mfu"] is None
     assert "tokens/s" in done.stdout
     ET.parse(to.with_suffix(".svg"))
+
+
+@pytest.mark.slow
+def test_context_parallel(tmp_path):
+    """Two processes, each with a part of the tokens, have the losses of one."""
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    shape = ["--seqlen", "192", "--batch", "2", "--steps", "5", "--attn", "fulgur"]
+    done = run(TRAIN, "curves", *shape, "--json", one)
+    assert done.returncode == 0, done.stderr
+    arguments = [str(TRAIN), "curves", *shape, "--context-parallel", "--json", str(two)]
+    script = f"import runpy, sys\nsys.argv = {arguments}\nrunpy.run_path(sys.argv[0], run_name='__main__')"
+    first, second = run_ranks(script, 2)
+    assert "loss" in first and second == ""
+    (alone,), (shared,) = (json.loads(x.read_text())["curves"] for x in (one, two))
+    assert alone["losses"] == pytest.approx(shared["losses"], abs=2e-4)
+    done = run(TRAIN, "curves", "--context-parallel")
+    assert done.returncode == 2 and "want curves or speed with --attn fulgur" in done.stderr
+
+
+@pytest.mark.slow
+def test_bench_of_ranks(tmp_path):
+    """The table of several processes, of a call so small that it says nothing of speed."""
+    to = tmp_path / "distributed.json"
+    shape = ("--lengths", 256, "--heads", "4/2", "--d", 32, "--seconds", 0.01, "--masks", "causal")
+    ways = ("--ways", "gather,heads,ring")
+    done = run(ROOT / "bench/distributed.py", "--device", "cpu", "--ranks", "1,2", *shape, *ways, "--json", to)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(to.read_text())["rows"]
+    assert [row["ranks"] for row in rows] == [1, 1] + [2] * 6
+    for row in rows:
+        if row["ranks"] == 1 or row["way"] == "ring":
+            assert row["way"] == "gather" or row["missing"] == "FlashAttention's kernels are for GPUs"
+            continue
+        assert row["same_bits"] and row["predicted_ms"] > 0
+        assert row["speedup"] == pytest.approx(next(r["ms"] for r in rows if r["backward"] == row["backward"]) / row["ms"])
+    assert "MagiAttention 645, 529" in done.stdout and "The model is off by" in done.stdout
 
 
 @pytest.mark.slow
