@@ -16,6 +16,7 @@
 #include "fulgur/version.h"
 #include "io/file.h"
 #include "progress.h"
+#include "ranks.h"
 #include "workload/probes.h"
 #include "workload/workload.h"
 
@@ -388,6 +389,7 @@ class PaperTables {
 };
 
 struct BenchRequest {
+  int ranks = 0;
   std::string grid = "quick", device = "cpu", json, paper;
   std::vector<std::string> only;
 };
@@ -401,7 +403,62 @@ std::vector<bench::Case> cases_of(const BenchRequest& r, Device device, int thre
   return r.only.empty() ? cases : bench::only(cases, r.only);
 }
 
+void write_json(const std::string& path, const ordered_json& report) {
+  if (path.empty()) return;
+  const std::string text = report.dump(1) + "\n";
+  const io::Bytes pieces[] = {std::as_bytes(std::span(text))};
+  io::OutputFiles files;
+  files.add(path, pieces);
+  files.commit();
+}
+
+/// Processes that compute together, compared with this one, which has the threads of all of them,
+/// or one of their GPUs.
+void bench_ranks(const BenchRequest& r) {
+  if (!r.json.empty()) io::check_writable(r.json);
+  const bool cuda = r.device == "cuda";
+  const Device first{cuda ? DeviceType::kCuda : DeviceType::kCpu, 0};
+  const int threads = bench::all_threads();
+  std::vector<bench::Case> cases = cases_of(r, first, threads);
+  std::erase_if(cases, [&](const bench::Case& c) {
+    return c.pass == "decode" || (!cuda && c.threads != threads);
+  });
+  if (cases.empty()) {
+    throw Error(Status::kInvalidArgument,
+                fmt::format("--ranks: no shape is of forward or backward by {} threads", threads));
+  }
+  RankProcesses ranks(r.ranks, cases);  // before this process has a GPU, or threads
+  const Device device = device_called(r.device, "--device " + r.device);
+  ordered_json report = {{"machine", machine(device, threads)}, {"ranks", r.ranks}};
+  fmt::print("fulgur {}, {}\n", FULGUR_VERSION, in_words(report["machine"]));
+  constexpr int kRounds = 3;
+  constexpr double kSeconds = 0.2;
+  Progress progress("bench", kRounds * std::ssize(cases));
+  size_t width = 45;
+  for (const bench::Case& c : cases) width = std::max(width, c.name().size());
+  for (const bench::Case& c : cases) {
+    ranks.next();
+    const bench::Workload alone(c);
+    std::vector<double> one, all;
+    for (int round = 0; round < kRounds; ++round) {
+      one.push_back(burst_seconds(alone, device));
+      all.push_back(ranks.seconds(std::clamp(static_cast<int>(kSeconds / one.back()), 1, 100)));
+      progress.step();
+    }
+    const double by_one = median(one), by_all = median(all), speedup = by_one / by_all;
+    fmt::print("{:<{}} {:>10.3f} ms by {} {}, {:>10.3f} ms by one: {:.2f}x\n", c.name(), width,
+               1e3 * by_all, r.ranks, cuda ? "GPUs" : "ranks", 1e3 * by_one, speedup);
+    report["results"].push_back({{"shape", c.name()},
+                                 {"ms", 1e3 * by_all},
+                                 {"ms_of_one", 1e3 * by_one},
+                                 {"gflop_per_s", 1e-9 * alone.flops() / by_all},
+                                 {"speedup", speedup}});
+  }
+  write_json(r.json, report);
+}
+
 void run_bench(const BenchRequest& r) {
+  if (r.ranks > 0) return bench_ranks(r);
   const Device device = device_called(r.device, "--device " + r.device);
   if (!r.paper.empty() && device.type != DeviceType::kCuda) {
     throw Error(Status::kInvalidArgument,
@@ -435,12 +492,7 @@ void run_bench(const BenchRequest& r) {
     fmt::print("not computed, {} shapes ({} ...): {}\n", names.size(), names[0], why);
     report["not_computed"].push_back({{"why", why}, {"shapes", names}});
   }
-  if (r.json.empty()) return;
-  const std::string text = report.dump(1) + "\n";
-  const io::Bytes pieces[] = {std::as_bytes(std::span(text))};
-  io::OutputFiles files;
-  files.add(r.json, pieces);
-  files.commit();
+  write_json(r.json, report);
 }
 
 }  // namespace
@@ -463,6 +515,11 @@ void add_bench(CLI::App& app) {
                    "Only the shapes whose names have these parts, of each kind one")
       ->type_name("PART");
   add_device(*command, r->device, "The engine of which device; default cpu");
+  add_whole(*command, "--ranks", r->ranks,
+            "So many processes of this machine that compute together, compared with one that has "
+            "the threads of all, or one GPU",
+            1)
+      ->excludes("--reproduce");
   command->add_option("--json", r->json, "Write the results to this file too")->type_name("F.json");
   command->footer(
       "Times are medians over rounds in which the shapes take turns. Flops count the matrix "
@@ -475,6 +532,7 @@ void add_bench(CLI::App& app) {
       "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json\n"
       "  fulgur bench --device cuda --grid standard\n"
       "  fulgur bench --device cuda --reproduce fa2\n"
+      "  fulgur bench --ranks 2\n"
       "  fulgur bench --grid decode --only batch:8 keys:4096 hq:32 hk:8 page:none");
   command->callback([r] { run_bench(*r); });
 }

@@ -71,6 +71,9 @@ class Workload {
   /// Waits until the runs are done.
   void wait() const;
   double flops() const { return plan_.flops(); }
+  /// The tensors; those of the backward pass only where that is timed.
+  const ForwardArgs& forward() const { return forward_; }
+  const BackwardArgs& backward() const { return backward_args_; }
   /// What a call takes of memory besides its inputs: outputs and workspace.
   int64_t extra_bytes() const { return extra_bytes_; }
   /// What planning took.

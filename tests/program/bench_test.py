@@ -40,6 +40,18 @@ def test_bench_quick(tmp_path):
 
 
 @pytest.mark.slow
+def test_bench_of_ranks(tmp_path):
+    only = ("forward", "f32", "d:64", "causal")
+    stdout = succeeds("bench", "--ranks", "2", "--only", *only, "--json", "speed.json", cwd=tmp_path)
+    report = json.loads((tmp_path / "speed.json").read_text())
+    assert report["ranks"] == 2 and len(report["results"]) > 0
+    for row in report["results"]:
+        assert row["speedup"] == pytest.approx(row["ms_of_one"] / row["ms"]) and row["gflop_per_s"] > 0
+        assert f"{row['speedup']:.2f}x" in stdout
+    assert "want parts of names of the grid" in fails("bench", "--ranks", "2", "--only", "n:3")
+
+
+@pytest.mark.slow
 def test_bench_on_a_gpu(on_gpu, tmp_path):
     stdout = succeeds("bench", "--device", "cuda", "--json", "speed.json", env=on_gpu, cwd=tmp_path)
     report = json.loads((tmp_path / "speed.json").read_text())
