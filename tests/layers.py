@@ -54,7 +54,7 @@ FOLDERS = {
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/decode", "cuda/papers", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
     "api": [*CALL, "engine", "plan", PUBLIC_GROUPS],
-    "distributed": [*CALL, PUBLIC_GROUPS],
+    "distributed": [*CALL, PUBLIC_GROUPS, "kernels/backward", "cuda/driver", "cuda/jit", "cuda/device", "cuda/common"],
     "kernels/host_device": [],
     "kernels/common": ATTENTION_KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],

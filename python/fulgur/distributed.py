@@ -11,6 +11,7 @@ Every process calls it with its rows of the sequences and gets those of the resu
 have the bits of one process, whatever the number of processes. See docs/distributed.md.
 """
 
+import datetime
 import sys
 import weakref
 
@@ -27,6 +28,7 @@ _TENSORS = (
     "alibi_slopes", "sinks", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state",
 )  # fmt: skip
 _EXPRESSIONS = ("score_mod", "mask_mod", "tensors")
+_READ_HERE = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}
 _KNOWN = {
     *_TENSORS, *_EXPRESSIONS, *_fulgur.option_defaults(), "causal", "window", "seed", "offset", "threads", "engine",
 }  # fmt: skip
@@ -93,13 +95,22 @@ class Group:
 
 
 _of_torch = weakref.WeakKeyDictionary()
+_DEADLINE = datetime.timedelta(seconds=300)  # of Group.from_env()
 
 
 class _TorchExchange:
-    """By the messages of a ProcessGroup."""
+    """By the messages of a ProcessGroup; one of GPUs alone gets another one of the same processes."""
 
     def __init__(self, group):
-        self._group = weakref.ref(group)
+        from torch import distributed as dist
+
+        self._own = None
+        if "gloo" not in dist.get_backend_config(group):
+            ranks = dist.get_process_group_ranks(group)
+            self._own = dist.new_group(
+                ranks, timeout=_DEADLINE, backend="gloo", use_local_synchronization=True
+            )
+        self._group = weakref.ref(self._own or group)
 
     def __call__(self, sends, receives):
         import torch
@@ -152,8 +163,8 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
     """:func:`fulgur.attention` of sequences whose rows lie in all processes of a group.
 
     Args:
-        q, k, v: the rows of this process, on the CPU: ``(batch, rows, heads, dim)`` or packed ``(rows, heads, dim)``
-            with the cu_seqlens of whole sequences.
+        q, k, v: the rows of this process, on the CPU or on a GPU: ``(batch, rows, heads, dim)`` or packed
+            ``(rows, heads, dim)`` with the cu_seqlens of whole sequences.
         group: a :class:`Group`, or a ProcessGroup or DeviceMesh of PyTorch.
         sharding: which rows a process has, see :func:`rows_of`.
         head_ranks: so many processes side by side exchange heads for rows before they compute (Ulysses). It divides
@@ -201,6 +212,11 @@ def attention_backward(
     return call.backward(dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), given)
 
 
+def _on_host(array):
+    """What all processes read, in the host's memory: an array of PyTorch may lie on a GPU."""
+    return array.cpu() if getattr(array, "is_cuda", False) else array
+
+
 class _Call:
     """What calls of all processes have in common."""
 
@@ -214,25 +230,29 @@ class _Call:
         self.options = _a.options(given)
         self.random = _a.random_numbers(given)
         self.tensors = {name: given[name] for name in _TENSORS if given.get(name) is not None}
+        for name in self.tensors.keys() & _READ_HERE:
+            self.tensors[name] = _on_host(self.tensors[name])
         self.expressions = {name: given[name] for name in _EXPRESSIONS if given.get(name) is not None}
 
     def forward(self, arrays, with_lse):
         mods, bound = _e.of_call(self.expressions)
-        views = _a.views(0, **arrays, **self.tensors) | bound
+        stream = _a.run_stream(arrays["q"], {})
+        views = _a.views(stream, **arrays, **self.tensors) | bound
         results = _a.forward_results(views["q"], views["v"], with_lse)
         return _a.filled(
             results, {}, arrays["q"],
             lambda written: _fulgur.forward_by_group(
-                self.group, *self.how, views | written, self.options | mods, *self.random
+                self.group, *self.how, views | written, self.options | mods, stream, *self.random
             ),
-            0,
+            stream,
         )  # fmt: skip
 
     def backward(self, arrays, given):
         mods, bound = _e.of_call(self.expressions)
+        stream = _a.run_stream(arrays["q"], {})
         return gradients(
             lambda views: _fulgur.backward_by_group(
-                self.group, *self.how, views, self.options | mods, *self.random
+                self.group, *self.how, views, self.options | mods, stream, *self.random
             ),
-            arrays, bound, self.tensors | given, 0,
+            arrays, bound, self.tensors | given, stream,
         )  # fmt: skip

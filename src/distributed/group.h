@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -10,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "distributed/memory.h"
 #include "distributed/transport.h"
 #include "fulgur/distributed/group.h"
 #include "fulgur/error.h"
@@ -46,6 +48,9 @@ struct Group::Impl {
   std::vector<std::vector<int64_t>> agree(const std::optional<Error>& error,
                                           const distributed::Fields& fields,
                                           const std::vector<int64_t>& numbers);
+
+  /// Of the GPUs that plans have computed on.
+  std::map<int, std::shared_ptr<distributed::Memory>> on_devices;
 
  private:
   std::unique_ptr<distributed::Transport> transport_;

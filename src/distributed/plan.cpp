@@ -13,6 +13,7 @@
 #include "call/check_tensors.h"
 #include "call/lengths.h"
 #include "call/make_problem.h"
+#include "distributed/device_memory.h"
 
 namespace fulgur {
 
@@ -22,7 +23,9 @@ using distributed::Rows;
 
 namespace {
 
-constexpr int64_t kSteps = 4;  // of heads: the transfers of one run during the products of another
+// Of heads: the transfers of one run during the products of another. A GPU computes few as fast as
+// many only where they fill it.
+constexpr int64_t kSteps = 4, kStepsOfGpu = 2;
 
 const char* name_of(Sharding sharding) {
   switch (sharding) {
@@ -100,11 +103,19 @@ void check_supported(const Args& args, const Options& options) {
   for (const auto& [name, t] :
        {std::pair{"q", &args.q}, std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
     if (!is_float(t->dtype)) fail(name, "got {}, want f32, bf16, f16 or f64", name_of(t->dtype));
-    if (on_host(*t)) continue;
-    throw Error(Status::kUnsupported,
-                fmt::format("{}: got {}, want cpu: groups compute there alone", name,
-                            fulgur::name_of(t->device)));
   }
+  if (on_host(args.q)) return;
+  const auto refuse_there = [&](const char* name, bool given) {
+    if (!given) return;
+    throw Error(Status::kUnsupported,
+                fmt::format("{}: given with a group and tensors on {}, which takes none", name,
+                            fulgur::name_of(args.q.device)));
+  };
+  refuse_there("seqused_q", args.lengths.seqused_q.given());
+  refuse_there("seqused_k", args.lengths.seqused_k.given());
+  refuse_there("bias", args.bias.given());
+  refuse_there("score_mod", options.score_mod.given());
+  refuse_there("mask_mod", options.mask_mod.given());
 }
 
 /// What fields say of the values of lengths.
@@ -226,6 +237,7 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
       fields.emplace_back(name, fmt::format("{}", value));
     };
     same("pass", p.pass == Pass::kForward ? "forward" : "backward");
+    same("device", p.device == Device{} ? "cpu" : "cuda");
     const auto rows = [&](DType dtype, int64_t heads, int64_t dim) {
       return fmt::format("{}, {} heads of {} columns in a batch of {}", fulgur::name_of(dtype),
                          heads, dim, p.batch);
@@ -298,7 +310,8 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   // As few steps as hide transfers and fit the memory; gradients of keys by gathered queries are
   // shared out among threads by heads.
   const int64_t most = problem.hk / head_ranks;
-  steps = gathers_queries() ? 1 : std::min(kSteps, most);
+  const bool on_host = problem.device == Device{};
+  steps = gathers_queries() ? 1 : std::min(on_host ? kSteps : kStepsOfGpu, most);
   for (;; ++steps) {
     step_bytes = 0;
     for (int64_t step = 0; step < steps; ++step) {
@@ -310,6 +323,13 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
     if (options.max_workspace == 0 || bytes <= options.max_workspace) break;
     if (steps == most) {
       fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, bytes);
+    }
+  }
+  if (!on_host) {
+    on_device = group.impl().on_devices[problem.device.index];
+    if (on_device == nullptr) {
+      on_device = std::make_shared<distributed::DeviceMemory>(group.impl(), problem.device.index);
+      group.impl().on_devices[problem.device.index] = on_device;
     }
   }
   if constexpr (std::is_same_v<Args, ForwardArgs>) {

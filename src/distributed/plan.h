@@ -2,10 +2,11 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 
 #include "call/problem.h"
+#include "distributed/memory.h"
 #include "distributed/sharding.h"
-#include "distributed/shipment.h"
 #include "fulgur/distributed/plan.h"
 
 namespace fulgur {
@@ -55,6 +56,8 @@ struct DistributedPlan::Impl {
   /// How many rows of each sequence exist, in a call; empty: all.
   std::vector<int64_t> used_queries(const VarLen& lengths) const;
   std::vector<int64_t> used_keys(const VarLen& lengths) const;
+  /// Whether a rank computes its own queries alone, which stay where they are.
+  bool queries_stay() const { return head_ranks == 1 && !gathers_queries(); }
   DType sum_dtype() const { return problem.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   Group group;
@@ -66,8 +69,9 @@ struct DistributedPlan::Impl {
   bool packed = false;
   distributed::Rows q_rows, k_rows;
   int64_t steps = 1;
-  int64_t step_bytes = 0;  ///< memory of a step
-  int64_t sum_bytes = 0;   ///< of the gradients that all ranks get whole
+  int64_t step_bytes = 0;                          ///< memory of a step
+  std::shared_ptr<distributed::Memory> on_device;  ///< where tensors lie on a GPU
+  int64_t sum_bytes = 0;                           ///< of the gradients that all ranks get whole
   ForwardArgs planned_forward;
   BackwardArgs planned_backward;
 };
@@ -77,13 +81,16 @@ namespace distributed {
 /// Memory of a step; without a base it only counts.
 class StepMemory {
  public:
-  explicit StepMemory(std::byte* base) : base_(base) {}
+  explicit StepMemory(std::byte* base, Device device = {}) : base_(base), device_(device) {}
   Part rows(DType dtype, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
-    return take(
-        {nullptr, dtype, {batch, rows, heads, dim}, {rows * heads * dim, heads * dim, dim, 1}});
+    return take({nullptr,
+                 dtype,
+                 {batch, rows, heads, dim},
+                 {rows * heads * dim, heads * dim, dim, 1},
+                 device_});
   }
   Part lse(DType dtype, int64_t batch, int64_t rows, int64_t heads) {
-    return take({nullptr, dtype, {batch, rows, heads, 1}, {rows * heads, 1, rows, 1}});
+    return take({nullptr, dtype, {batch, rows, heads, 1}, {rows * heads, 1, rows, 1}, device_});
   }
   int64_t used() const { return used_; }
 
@@ -94,10 +101,12 @@ class StepMemory {
     return part;
   }
   std::byte* base_;
+  Device device_;
   int64_t used_ = 0;
 };
 
-/// What a rank computes with in a step: some queries and all keys, of some heads.
+/// What a rank computes with in a step: some queries and all keys, of some heads. Queries that stay
+/// where they are have no memory here.
 struct Step {
   Part q, k, v, out, lse;            // both passes
   Part dout, dlse, dq, dk, dv;       // backward; dk and dv: sums, or gradients
@@ -107,15 +116,20 @@ struct Step {
     const Problem& p = plan.problem;
     const int64_t batch = p.batch, queries = plan.queries(), keys = plan.k_rows.total();
     const int64_t hk = plan.heads(plan.me, step).count, hq = hk * p.group();
-    q = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
     k = arena.rows(p.dtypes.k, batch, keys, hk, p.d);
     v = arena.rows(p.dtypes.v, batch, keys, hk, p.dv);
-    out = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
-    if (p.has(Arg::kLse)) lse = arena.lse(p.lse_dtype(), batch, queries, hq);
-    if (p.pass == Pass::kForward) return;
-    dout = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
-    if (p.has(Arg::kDlse)) dlse = arena.lse(p.lse_dtype(), batch, queries, hq);
-    dq = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+    const bool backward = p.pass == Pass::kBackward;
+    if (!plan.queries_stay()) {
+      q = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+      out = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
+      if (p.has(Arg::kLse)) lse = arena.lse(p.lse_dtype(), batch, queries, hq);
+      if (backward) {
+        dout = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
+        if (p.has(Arg::kDlse)) dlse = arena.lse(p.lse_dtype(), batch, queries, hq);
+        dq = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+      }
+    }
+    if (!backward) return;
     const bool gathers = plan.gathers_queries();
     const DType gradient = gathers ? p.dtypes.k : plan.sum_dtype();
     dk = arena.rows(gradient, batch, keys, hk, p.d);

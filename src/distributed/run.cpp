@@ -6,35 +6,28 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
+#include <array>
 #include <deque>
 #include <future>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <span>
 #include <type_traits>
+#include <utility>
 
 #include "base/check.h"
 #include "base/convert.h"
 #include "call/check_tensors.h"
 #include "call/make_problem.h"
+#include "distributed/host_memory.h"
 #include "distributed/plan.h"
+#include "distributed/shipment.h"
 
 namespace fulgur::distributed {
 namespace {
 
 using Impl = DistributedPlan::Impl;
-
-/// A step that has its memory.
-struct StepInMemory {
-  StepInMemory(const Impl& plan, int64_t step)
-      : memory(new std::byte[plan.step_bytes + 64]),
-        arena(memory.get() + (64 - reinterpret_cast<uintptr_t>(memory.get()) % 64)),
-        tensors(plan, arena, step) {}
-  std::unique_ptr<std::byte[]> memory;
-  StepMemory arena;
-  Step tensors;
-};
 
 /// What is sent and received, one after the other, while other work goes on.
 class Line {
@@ -128,8 +121,16 @@ class Work {
 
  public:
   Work(const Impl& plan, const Args& args, const Run& run)
-      : plan_(plan), p_(plan.problem), group_(plan.group.impl()), args_(args), run_(run) {
+      : plan_(plan),
+        p_(plan.problem),
+        group_(plan.group.impl()),
+        args_(args),
+        run_(run),
+        host_(group_),
+        memory_(plan.on_device != nullptr ? *plan.on_device : host_),
+        computing_(memory_.computing(run)) {
     run_.workspace = {};
+    memory_.after(computing_->mark());
     used_q_ = plan.used_queries(args.lengths);
     used_k_ = plan.used_keys(args.lengths);
     if constexpr (kBackward) {
@@ -142,20 +143,29 @@ class Work {
 
   void operator()() {
     Line line;
-    using Shared = std::shared_ptr<StepInMemory>;
-    const auto fetched = [&](int64_t number, Shared* step) {
-      *step = std::make_shared<StepInMemory>(plan_, number);
-      return line.add([this, number, step = *step] { fetch(number, step->tensors); });
+    // What steps compute with, and up to where memory of earlier ones is in use.
+    std::array<std::optional<Step>, 2> steps;
+    std::array<Order::Mark, 2> computed;
+    computed.fill(computing_->mark());
+    const auto fetched = [&](int64_t number) {
+      const Memory::Use use = number % 2 == 0 ? Memory::kStep : Memory::kNextStep;
+      StepMemory arena(memory_.room(use, plan_.step_bytes), p_.device);
+      Step& step = steps[number % 2].emplace(plan_, arena, number);
+      if (plan_.queries_stay()) set_queries(number, step);
+      return line.add([this, number, step, mark = computed[number % 2]] {
+        memory_.after(mark);
+        fetch(number, step);
+      });
     };
-    Shared now, next;
-    std::shared_future<void> returned, arrived = fetched(0, &next);
+    std::shared_future<void> returned, arrived = fetched(0);
     for (int64_t number = 0; number < plan_.steps; ++number) {
       arrived.get();
-      if (returned.valid()) returned.get();
-      now = std::exchange(next, nullptr);
-      if (number + 1 < plan_.steps) arrived = fetched(number + 1, &next);
-      compute(number, now->tensors);
-      returned = line.add([this, number, now] { give_back(number, now->tensors); });
+      const Step step = *steps[number % 2];
+      if (number + 1 < plan_.steps) arrived = fetched(number + 1);
+      compute(number, step);
+      computed[number % 2] = computing_->mark();
+      returned = line.add(
+          [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
     }
     returned.get();
     if constexpr (kBackward) {
@@ -164,6 +174,7 @@ class Work {
       finish(dbias_);
       for (WholeGradient& g : of_tensors_) finish(g);
     }
+    memory_.after(computing_->mark());  // what comes next may compute elsewhere
   }
 
  private:
@@ -195,9 +206,24 @@ class Work {
     }
   }
 
+  /// The queries of this rank, where they are.
+  void set_queries(int64_t number, Step& step) const {
+    const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
+    const auto of_heads = [&](const Part& x) { return x.heads(heads.begin, heads.count); };
+    step.q = of_heads(part(args_.q));
+    step.out = of_heads(part(args_.out));
+    if (p_.has(Arg::kLse)) step.lse = of_heads(Part::of_lse(args_.lse));
+    if constexpr (kBackward) {
+      step.dout = of_heads(part(args_.dout));
+      if (p_.has(Arg::kDlse)) step.dlse = of_heads(Part::of_lse(args_.dlse));
+      step.dq = of_heads(part(args_.dq));
+    }
+  }
+
   void fetch(int64_t number, const Step& step) {
-    Shipment all(group_);
+    Shipment all(group_, memory_);
     const auto queries = [&](const Part& local, const Part& to) {
+      if (plan_.queries_stay()) return;
       for (int r = 0; r < group_.ranks; ++r) {
         const Heads heads = plan_.q_heads(plan_.heads(r, number));
         if (plan_.has_queries_of(r, plan_.me)) {
@@ -235,9 +261,12 @@ class Work {
   }
 
   /// To the ranks that have the rows.
-  void give_back(int64_t number, const Step& step) {
-    Shipment all(group_);
+  void give_back(int64_t number, const Step& step, const Order::Mark& computed) {
+    if (!kBackward && plan_.queries_stay()) return;
+    memory_.after(computed);
+    Shipment all(group_, memory_);
     const auto queries = [&](const Part& from, const Part& local) {
+      if (plan_.queries_stay()) return;
       for (int r = 0; r < group_.ranks; ++r) {
         if (!plan_.same_node(plan_.me, r)) continue;
         for (const RowRun& run : plan_.q_rows.of(r)) {
@@ -293,12 +322,13 @@ class Work {
     const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
     if constexpr (kBackward) {
       if (args_.dsinks.given()) compute_dsinks(heads, step);
-      if (!plan_.gathers_queries() || has_lengths()) {
-        std::memset(step.dk.data, 0, step.dk.bytes());
-        std::memset(step.dv.data, 0, step.dv.bytes());
+      if (has_lengths() || (!plan_.gathers_queries() && !first_call_covers())) {
+        computing_->clear(step.dk);
+        computing_->clear(step.dv);
       }
     }
     if (has_lengths()) write_padding(step);
+    bool first_call = true;
     each_run(plan_.q_rows, [&](int source, const RowRun& run, const Sequences& s) {
       const int64_t size = std::min(run.end, s.queries) - run.begin;
       if (size <= 0) return;
@@ -325,7 +355,9 @@ class Work {
         if (p_.has(Arg::kDlse)) call.dlse = rows(step.dlse).lse();
         call.dq = rows(step.dq).tensor();
         const auto unused = [&](const Part& x) { return s.of(x).rows(0, count); };
-        const Part dk = unused(step.part_dk), dv = unused(step.part_dv);
+        const bool covers = std::exchange(first_call, false) && first_call_covers();
+        const Part dk = covers ? keys(step.dk) : unused(step.part_dk);
+        const Part dv = covers ? keys(step.dv) : unused(step.part_dv);
         call.dk = dk.tensor();
         call.dv = dv.tensor();
         std::deque<CallGradient> parts;
@@ -339,9 +371,9 @@ class Work {
         }
         fulgur::backward(call, options, run_);
         for (const CallGradient& part : parts) part.add();
-        if (plan_.gathers_queries()) return;
-        add(dk, keys(step.dk));
-        add(dv, keys(step.dv));
+        if (plan_.gathers_queries() || covers) return;
+        computing_->add(dk, keys(step.dk));
+        computing_->add(dv, keys(step.dv));
       } else {
         call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
         fulgur::forward(call, options, run_);
@@ -350,6 +382,12 @@ class Work {
     if constexpr (kBackward) {
       if (plan_.gathers_queries()) compute_key_gradients(heads, step);
     }
+  }
+
+  /// Whether the first call of a step has all keys of all sequences, so that its dk and dv are
+  /// where others are added.
+  bool first_call_covers() const {
+    return !plan_.gathers_queries() && !plan_.packed && !has_lengths() && plan_.queries() > 0;
   }
 
   /// What no query and no key gets: no results, and gradients of 0.
@@ -415,9 +453,14 @@ class Work {
     std::vector<double> sinks(heads.count), sums(heads.count);  // room for any dtype
     const DType dtype = whole ? args_.sinks.dtype : DType::kF32;
     for (int64_t h = 0; h < heads.count; ++h) {
-      const ConstTensor& given = args_.sinks;
-      store_element(sinks.data(), dtype, h,
-                    load_element(given.data, given.dtype, (heads.begin + h) * given.strides[0]));
+      const ConstTensor one = narrow(args_.sinks, 0, heads.begin + h, 1);
+      double element = 0;  // room for any dtype
+      if (on_host(one)) {
+        host_.download(&element, one.data, size_of(one.dtype));
+      } else {
+        computing_->download(&element, one.data, size_of(one.dtype));
+      }
+      store_element(sinks.data(), dtype, h, load_element(&element, one.dtype, 0));
     }
     Args call;
     call.q = step.q.tensor();
@@ -431,12 +474,15 @@ class Work {
     call.dk = step.part_dk.rows(0, 0).tensor();
     call.dv = step.part_dv.rows(0, 0).tensor();
     call.sinks = ConstTensor::contiguous(sinks.data(), dtype, {heads.count});
-    call.dsinks = Tensor::contiguous(sums.data(), dtype, {heads.count});
+    std::byte* const dsinks = memory_.room(Memory::kDsinks, p_.hq * int64_t{sizeof(double)});
+    call.dsinks = Tensor::contiguous(dsinks, dtype, {heads.count});
+    call.dsinks.device = p_.device;
     Options options;
     options.invariant = p_.invariant;
     options.threads = plan_.options.threads;
     options.engine = plan_.options.engine;
-    fulgur::backward(call, options);
+    fulgur::backward(call, options, run_);
+    computing_->download(sums.data(), dsinks, heads.count * size_of(dtype));
     for (int64_t h = 0; h < heads.count; ++h) {
       dsinks_.memory[heads.begin + h] = load_element(sums.data(), dtype, h);
     }
@@ -452,7 +498,7 @@ class Work {
       const auto part_of = [&](double* sums) {
         return Part::of_rows(Tensor::contiguous(sums, DType::kF64, {1, count, 1}));
       };
-      Shipment all(group_);
+      Shipment all(group_, host_);
       for (int r = 0; r < group_.ranks; ++r) {
         all.send(r, part_of(g.memory.data() + at));
         all.receive_sum(r, part_of(total.data()));
@@ -460,19 +506,12 @@ class Work {
       all.run(false);
       std::ranges::copy(total, g.memory.begin() + at);
     }
-    if (g.to.given()) convert(g.sums(), g.to);
-  }
-
-  static void add(const Part& from, const Part& to) {
-    const auto both = [&](auto zero) {
-      using T = decltype(zero);
-      for (int64_t b = 0; b < to.shape[0]; ++b) {
-        const T* x = reinterpret_cast<const T*>(from.data) + b * from.strides[0];
-        T* sum = reinterpret_cast<T*>(to.data) + b * to.strides[0];
-        for (int64_t i = 0; i < to.shape[1] * to.strides[1]; ++i) sum[i] += x[i];
-      }
-    };
-    to.dtype == DType::kF64 ? both(double{}) : both(float{});
+    if (!g.to.given()) return;
+    if (g.to.device == Device{}) return convert(g.sums(), g.to);
+    std::vector<double> rounded(size);  // room for any dtype
+    const Tensor result = contiguous(rounded.data(), g.to.dtype, g.to);
+    convert(g.sums(), result);
+    computing_->upload(g.to.data, result.data, size * size_of(g.to.dtype));
   }
 
   /// Sums of dK and dV of the rows of this rank.
@@ -483,13 +522,14 @@ class Work {
       sum_dv_ = arena.rows(plan_.sum_dtype(), p_.batch, rows, p_.hk, p_.dv);
       return arena.used();
     };
-    sums_ = std::make_unique<std::byte[]>(lay_out(StepMemory(nullptr)));  // zeros
-    lay_out(StepMemory(sums_.get()));
+    lay_out(StepMemory(memory_.room(Memory::kSums, lay_out(StepMemory(nullptr))), p_.device));
+    memory_.clear(sum_dk_);
+    memory_.clear(sum_dv_);
   }
 
   void round_sums() {
-    convert(sum_dk_.tensor(), part(args_.dk).tensor());
-    convert(sum_dv_.tensor(), part(args_.dv).tensor());
+    computing_->round(sum_dk_, part(args_.dk));
+    computing_->round(sum_dv_, part(args_.dv));
   }
 
   const Impl& plan_;
@@ -497,7 +537,9 @@ class Work {
   Group::Impl& group_;
   const Args& args_;
   Run run_;
-  std::unique_ptr<std::byte[]> sums_;
+  HostMemory host_;
+  Memory& memory_;
+  std::unique_ptr<Order> computing_;
   Part sum_dk_, sum_dv_;
   std::vector<int64_t> used_q_, used_k_;  // of each sequence, where not all rows exist
   WholeGradient dsinks_, dbias_;

@@ -21,6 +21,7 @@
 
 #include "call/mask.h"
 #include "engines.h"
+#include "fulgur/cuda.h"
 #include "fulgur/distributed/plan.h"
 #include "oracle.h"
 
@@ -205,8 +206,47 @@ struct Shared {
   }
 };
 
+/// Tensors on a GPU, copies of those of the host.
+class OnGpu {
+ public:
+  explicit OnGpu(Device device) : device_(device) {}
+  ~OnGpu() {
+    for (const auto& [host, copy] : copies_) cuda::deallocate(copy.data, device_.index);
+  }
+  OnGpu(const OnGpu&) = delete;
+  OnGpu& operator=(const OnGpu&) = delete;
+
+  void place(Tensor& t) {
+    if (device_ == Device{} || !t.given() || t.numel() == 0) return;
+    const auto [at, fresh] = copies_.try_emplace(t.data);
+    if (fresh) {
+      at->second = {nullptr, t.numel() * size_of(t.dtype)};
+      at->second.data = cuda::allocate(at->second.bytes, device_.index);
+      cuda::copy(at->second.data, t.data, at->second.bytes, device_.index);
+      cuda::synchronize(device_.index);
+    }
+    t.data = at->second.data;
+    t.device = device_;
+  }
+  void bring_back() {
+    if (device_ == Device{}) return;
+    cuda::synchronize(device_.index);
+    for (const auto& [host, copy] : copies_) {
+      cuda::copy(host, copy.data, copy.bytes, device_.index);
+    }
+  }
+
+ private:
+  struct Copy {
+    void* data;
+    int64_t bytes;
+  };
+  Device device_;
+  std::map<void*, Copy> copies_;
+};
+
 /// Both passes of a rank: the bytes of its outputs, one after the other.
-Bytes compute_rank(const Shared& s, const Group& group) {
+Bytes compute_rank(const Shared& s, const Group& group, Device device = {}) {
   const std::vector<int64_t> q_rows = s.rows(true, group.size(), group.rank());
   const std::vector<int64_t> k_rows = s.rows(false, group.size(), group.rank());
   std::deque<Taken> memory;
@@ -228,8 +268,15 @@ Bytes compute_rank(const Shared& s, const Group& group) {
   Options options = s.w.options;
   options.threads = 1;
   options.max_seqlen_q = options.max_seqlen_k = 0;
+  OnGpu gpu(device);
+  for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse, &f.alibi_slopes, &f.sinks}) gpu.place(*t);
+  for (Tensor* t : {&g.q, &g.k, &g.v, &g.out, &g.dout, &g.dq, &g.dk, &g.dv, &g.lse, &g.dlse,
+                    &g.alibi_slopes, &g.sinks, &g.dsinks}) {
+    gpu.place(*t);
+  }
   forward(f, options, group, s.problem.distribution, s.w.run_options);
   backward(g, options, group, s.problem.distribution, s.w.run_options);
+  gpu.bring_back();
   Bytes all;
   for (const Output& x : s.outputs()) {
     const auto at = local.find(x.tensor.data);
@@ -269,12 +316,23 @@ std::vector<Bytes> all_bits(const Workload& w) {
   return all;
 }
 
-/// All ranks, each a process, into the workload's outputs.
-void compute_by(int ranks, const Shared& s) {
+/// GPUs of this machine. A process asks that is not one of those that compute.
+int gpus() {
+  const std::string text = Processes(1, [](int) {
+                             int count = 0;
+                             while (message_of([&] { cuda::allocate(1, count); }).empty()) ++count;
+                             return bytes_of(std::to_string(count));
+                           }).text(0);
+  return std::atoi(text.c_str());
+}
+
+/// All ranks, each a process, into the workload's outputs; on GPUs where there are any to use.
+void compute_by(int ranks, const Shared& s, int gpus = 0) {
   s.w.seal();
   const int port = free_port();
   Processes processes(ranks, [&](int rank) {
-    return compute_rank(s, Group::connect(rank, ranks, "127.0.0.1", port, 60));
+    const Device device = gpus == 0 ? Device{} : Device{DeviceType::kCuda, rank % gpus};
+    return compute_rank(s, Group::connect(rank, ranks, "127.0.0.1", port, 60), device);
   });
   // Rows of no sequence are nobody's.
   for (const Tensor* t :
@@ -665,7 +723,7 @@ TEST(DistributedErrors, NameTheRankAndTheArgument) {
       {"sharding: rank 1 has contiguous, rank 0 has zigzag",
        [](auto&, auto&, auto& d) { d.sharding = Sharding::kContiguous; }},
       {"head_ranks: rank 1 has 2, rank 0 has 1", [](auto&, auto&, auto& d) { d.head_ranks = 2; }},
-      {"rank 1: q: got cuda:0, want cpu: groups compute there alone",
+      {"rank 1: k: on cpu, want cuda:0 as q",
        [](auto& f, auto&, auto&) {
          f.q.device = {DeviceType::kCuda, 0};
        }},
@@ -808,8 +866,8 @@ TEST(Distributed, ExchangeByTheCaller) {
 
 /// Ranks that compute until an error, which they return with what the group says afterwards; rank 1
 /// gets a signal after a while.
-std::vector<std::string> after_signal(int signal, int milliseconds, double deadline) {
-  const Problem problem{{.dtype = DType::kF32,
+std::vector<std::string> after_signal(int signal, int milliseconds, double deadline, int gpus = 0) {
+  const Problem problem{{.dtype = gpus > 0 ? DType::kBF16 : DType::kF32,
                          .sq = 512,
                          .sk = 512,
                          .hq = 4,
@@ -831,7 +889,10 @@ std::vector<std::string> after_signal(int signal, int milliseconds, double deadl
         kill(getpid(), signal);
       });
     }
-    const auto error_of_a_call = [&] { return message_of([&] { compute_rank(s, group); }); };
+    const Device device = gpus == 0 ? Device{} : Device{DeviceType::kCuda, rank % gpus};
+    const auto error_of_a_call = [&] {
+      return message_of([&] { compute_rank(s, group, device); });
+    };
     std::string error;
     while (error.empty()) error = error_of_a_call();
     return bytes_of(fmt::format("{}|{}|{}", error, group.dead(), error_of_a_call()));
@@ -855,6 +916,124 @@ TEST(DistributedFailures, ARankThatHangs) {
         text,
         "rank 1 made no step for 1 s|rank 1 made no step for 1 s|group: it is dead, as rank 1 "
         "made no step for 1 s; make a new one");
+  }
+}
+
+// ------------------------------------------------------------------------------------------- GPUs
+
+class DistributedOnGpus : public testing::Test {
+ protected:
+  void SetUp() override {
+    static const int count = gpus();
+    if (count == 0) GTEST_SKIP() << "no GPU";
+    count_ = count;
+  }
+  /// What a GPU alone computes, into the workload's outputs.
+  static void compute_alone(const Shared& s) {
+    const Bytes all = Processes(1, [&](int) {
+                        s.w.options.engine = "cuda";
+                        s.w.run();
+                        Bytes all;
+                        for (const Output& x : s.outputs()) {
+                          const Bytes its = bits(x.tensor);
+                          all.insert(all.end(), its.begin(), its.end());
+                        }
+                        return all;
+                      }).result(0);
+    ASSERT_TRUE(put(s, 1, 0, all));
+  }
+  /// Those that GPUs compute.
+  static std::vector<Problem> problems() {
+    std::vector<Problem> all;
+    for (Problem& problem : test::problems()) {
+      const Case& c = problem.c;
+      Workload w(c, 1, problem.lengths);
+      problem.add(w);
+      const bool whole =
+          c.seqused || c.seqused_q || c.bias != Bias::kNone || w.options.score_mod.given();
+      if (c.dtype == DType::kF64 || whole) continue;
+      if (c.dtype == DType::kF32) problem.c.dtype = DType::kBF16;
+      all.push_back(problem);
+    }
+    all.push_back({{.dtype = DType::kBF16,
+                    .sq = 400,
+                    .sk = 400,
+                    .hq = 8,
+                    .hk = 4,
+                    .d = 128,
+                    .dv = 128,
+                    .mask = causal(),
+                    .dropout = 0.2,
+                    .sinks = true},
+                   {Sharding::kZigzag, 2}});
+    return all;
+  }
+  int count_ = 0;
+};
+
+TEST_F(DistributedOnGpus, OfFewRows) {
+  for (const bool invariant : {false, true}) {
+    const Problem problem{{.dtype = DType::kBF16,
+                           .sq = 130,
+                           .sk = 130,
+                           .hq = 2,
+                           .hk = 1,
+                           .d = 32,
+                           .dv = 32,
+                           .mask = causal(),
+                           .dropout = 0.2,
+                           .sinks = true},
+                          {Sharding::kZigzag}};
+    Workload w(problem.c, 8);
+    w.options.invariant = invariant;
+    const Expected e = expect(w);
+    ASSERT_NO_FATAL_FAILURE(compute_by(2, {problem, w}, count_));
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+  }
+}
+
+TEST_F(DistributedOnGpus, InvariantToRanks) {
+  for (const Problem& problem : problems()) {
+    SCOPED_TRACE(problem.c.name());
+    Workload w(problem.c, 6, problem.lengths);
+    w.options.invariant = w.options.deterministic = true;
+    const Shared s{problem, w};
+    ASSERT_NO_FATAL_FAILURE(compute_alone(s));
+    const auto want = all_bits(w);
+    for (const int ranks : {2, 4}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks");
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, s, count_));
+      EXPECT_EQ(all_bits(w) == want, true);
+    }
+  }
+}
+
+TEST_F(DistributedOnGpus, FastGradients) {
+  for (const Problem& problem : problems()) {
+    if (problem.c.packed()) continue;  // the oracle knows rows of no sequence, too
+    SCOPED_TRACE(problem.c.name());
+    Workload w(problem.c, 7);
+    w.options.deterministic = true;
+    const Expected e = expect(w);
+    for (const int ranks : {2, 3}) {
+      if (ranks % problem.distribution.head_ranks != 0) continue;
+      SCOPED_TRACE(testing::Message() << ranks << " ranks");
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, {problem, w}, count_));
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(backward_is_right(w, e));
+      const auto first = all_bits(w);
+      ASSERT_NO_FATAL_FAILURE(compute_by(ranks, {problem, w}, count_));
+      EXPECT_EQ(all_bits(w) == first, true);
+    }
+  }
+}
+
+TEST_F(DistributedOnGpus, ARankThatIsKilled) {
+  for (const int milliseconds : {0, 300, 1500, 3000}) {
+    for (const std::string& text : after_signal(SIGKILL, milliseconds, 60, count_)) {
+      EXPECT_EQ(text, "rank 1 left|rank 1 left|group: it is dead, as rank 1 left; make a new one");
+    }
   }
 }
 

@@ -33,6 +33,25 @@ enum CUdevice_attribute : int {
 };
 enum CUfunction_attribute : int { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
 enum CUstream_flags : unsigned { CU_STREAM_NON_BLOCKING = 1 };
+enum CUevent_flags : unsigned { CU_EVENT_DISABLE_TIMING = 2 };
+enum CUipcMem_flags : unsigned { CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1 };
+enum CUmemorytype : int { CU_MEMORYTYPE_DEVICE = 2 };
+struct CUipcMemHandle {
+  char reserved[64];
+};
+struct CUDA_MEMCPY2D {
+  size_t srcXInBytes = 0, srcY = 0;
+  CUmemorytype srcMemoryType = CU_MEMORYTYPE_DEVICE;
+  const void* srcHost = nullptr;
+  CUdeviceptr srcDevice = 0;
+  void* srcArray = nullptr;
+  size_t srcPitch = 0, dstXInBytes = 0, dstY = 0;
+  CUmemorytype dstMemoryType = CU_MEMORYTYPE_DEVICE;
+  void* dstHost = nullptr;
+  CUdeviceptr dstDevice = 0;
+  void* dstArray = nullptr;
+  size_t dstPitch = 0, WidthInBytes = 0, Height = 0;
+};
 enum CUstreamCaptureStatus : int {
   CU_STREAM_CAPTURE_STATUS_NONE = 0,
   CU_STREAM_CAPTURE_STATUS_ACTIVE = 1,
@@ -92,10 +111,21 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
   F(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr * pointer, size_t bytes))                           \
   F(cuMemFree, "cuMemFree_v2", (CUdeviceptr pointer))                                             \
   F(cuMemcpy, "cuMemcpy", (CUdeviceptr to, CUdeviceptr from, size_t bytes))                       \
+  F(cuMemcpyAsync, "cuMemcpyAsync",                                                               \
+    (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                            \
+  F(cuMemcpy2DAsync, "cuMemcpy2DAsync_v2", (const CUDA_MEMCPY2D* copy, CUstream stream))          \
+  F(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CUipcMemHandle * handle, CUdeviceptr data))          \
+  F(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2",                                                  \
+    (CUdeviceptr * data, CUipcMemHandle handle, unsigned flags))                                  \
+  F(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CUdeviceptr data))                               \
   F(cuMemsetD8Async, "cuMemsetD8Async",                                                           \
     (CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream))                         \
   F(cuStreamCreate, "cuStreamCreate", (CUstream * stream, CUstream_flags flags))                  \
+  F(cuStreamCreateWithPriority, "cuStreamCreateWithPriority",                                     \
+    (CUstream * stream, CUstream_flags flags, int priority))                                      \
+  F(cuStreamDestroy, "cuStreamDestroy_v2", (CUstream stream))                                     \
   F(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                \
+  F(cuStreamWaitEvent, "cuStreamWaitEvent", (CUstream stream, CUevent event, unsigned flags))     \
   F(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                          \
     (CUstream stream, CUstreamCaptureStatus * status, unsigned long long* id, CUgraph* graph,     \
      const CUgraphNode** dependencies, size_t* count))                                            \

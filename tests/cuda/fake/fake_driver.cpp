@@ -5,12 +5,20 @@
 // is said by fake_kernels.cpp, nothing, or by the emulator.
 #include "fake_driver.h"
 
+#include <sys/mman.h>
+#include <sys/prctl.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <utility>
+#include <vector>
+
+#include "cuda/driver/driver.h"
 
 namespace {
 
@@ -21,6 +29,18 @@ using fulgur::test::FakeUserObject;
 FakeState state;
 thread_local void* current = nullptr;
 thread_local int capture_mode = 0;  // global
+
+/// Memory that another process may open, and what is opened here: addresses that only copies take.
+struct Exported {
+  pid_t process = 0;
+  unsigned long long data = 0;
+};
+struct Opened {
+  unsigned long long at = 0;
+  Exported from;
+};
+constexpr size_t kOpenedBytes = size_t{1} << 32;
+std::vector<Opened> opened;
 
 int number(const char* name, int otherwise) {
   const char* text = std::getenv(name);
@@ -123,6 +143,46 @@ int cuMemcpy(unsigned long long to, unsigned long long from, size_t bytes) {
   std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
   return 0;
 }
+int cuMemcpyAsync(unsigned long long to, unsigned long long from, size_t bytes, void*) {
+  for (const Opened& other : opened) {
+    if (from < other.at || from >= other.at + kOpenedBytes) continue;
+    const iovec here{reinterpret_cast<void*>(to), bytes};
+    const iovec there{reinterpret_cast<void*>(other.from.data + (from - other.at)), bytes};
+    const ssize_t read = process_vm_readv(other.from.process, &here, 1, &there, 1, 0);
+    return read == static_cast<ssize_t>(bytes) ? 0 : 700;
+  }
+  std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
+  return 0;
+}
+int cuMemcpy2DAsync_v2(const fulgur::cuda::CUDA_MEMCPY2D* copy, void*) {
+  if (copy->srcPitch < copy->WidthInBytes || copy->dstPitch < copy->WidthInBytes) return 1;
+  for (size_t row = 0; row < copy->Height; ++row) {
+    std::memcpy(reinterpret_cast<void*>(copy->dstDevice + row * copy->dstPitch),
+                reinterpret_cast<void*>(copy->srcDevice + row * copy->srcPitch),
+                copy->WidthInBytes);
+  }
+  return 0;
+}
+int cuIpcGetMemHandle(fulgur::cuda::CUipcMemHandle* handle, unsigned long long data) {
+  const Exported exported{getpid(), data};
+  *handle = {};
+  std::memcpy(handle->reserved, &exported, sizeof(exported));
+  return prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY) == 0 || getuid() == 0 ? 0 : 1;
+}
+int cuIpcOpenMemHandle_v2(unsigned long long* data, fulgur::cuda::CUipcMemHandle handle, unsigned) {
+  Opened other;
+  std::memcpy(&other.from, handle.reserved, sizeof(other.from));
+  void* const at =
+      mmap(nullptr, kOpenedBytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (other.from.process == getpid() || at == MAP_FAILED) return 201;
+  other.at = *data = reinterpret_cast<uintptr_t>(at);
+  opened.push_back(other);
+  return 0;
+}
+int cuIpcCloseMemHandle(unsigned long long data) {
+  std::erase_if(opened, [&](const Opened& other) { return other.at == data; });
+  return munmap(reinterpret_cast<void*>(data), kOpenedBytes) == 0 ? 0 : 1;
+}
 int cuMemsetD8Async(unsigned long long to, unsigned char value, size_t bytes, void*) {
   std::memset(reinterpret_cast<void*>(to), value, bytes);
   return 0;
@@ -135,7 +195,12 @@ int cuStreamCreate(void** stream, unsigned) {
   *stream = new char;
   return 0;
 }
+int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  *stream = new char;
+  return 0;
+}
 int cuStreamSynchronize(void*) { return 0; }
+int cuStreamWaitEvent(void*, double*, unsigned) { return 0; }
 int cuStreamDestroy_v2(void* stream) {
   delete static_cast<char*>(stream);
   return 0;

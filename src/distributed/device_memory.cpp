@@ -1,0 +1,250 @@
+#include "distributed/device_memory.h"
+
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "base/check.h"
+#include "cuda/common/launch.h"
+#include "kernels/backward/add_rows_params.h"
+
+namespace fulgur::distributed {
+namespace {
+
+using namespace cuda;
+
+constexpr int kPriority = -8;  // the driver takes the highest that there is
+constexpr int kAddBlocks = 4;  // of an SM
+
+CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
+
+/// Adds rows to f32, or rounds them to another dtype.
+void add_rows(Gpu& gpu, CUstream stream, const Part& from, const Part& to, bool adds) {
+  if (to.bytes() == 0) return;
+  const auto strided = [](const Part& x) {
+    return AddedRows{x.data, static_cast<kernels::Element>(x.dtype), x.strides[0], x.strides[1],
+                     x.strides[2]};
+  };
+  const AddRowsParams params{strided(from), strided(to), adds,       to.shape[0],
+                             to.shape[1],   to.shape[2], to.shape[3]};
+  const CurrentContext current(gpu.context());
+  const CUfunction kernel =
+      gpu.kernel({{"backward/add_rows.cu", ""}, "fulgur_add_rows", 0}).function;
+  launch(stream, kernel, &params, {kAddBlocks * gpu.sms()}, kAddRowsThreads, 0,
+         "launching the kernel that adds rows");
+}
+
+/// What names the machine that a process runs on.
+std::string machine() {
+  std::string id;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
+  return id;
+}
+
+}  // namespace
+
+template <class Interface>
+void OnStream<Interface>::copy(const Part& from, const Part& to) {
+  const CurrentContext current(gpu_.context());
+  each_lines(from, to, [&](const Lines& x) {
+    if (x.side_by_side()) {
+      check(driver().cuMemcpyAsync(address(x.to), address(x.from), x.count * x.width, stream_),
+            "cuMemcpyAsync");
+      return;
+    }
+    if (std::min(x.from_pitch, x.to_pitch) < x.width) {  // rows that lie over each other
+      for (int64_t line = 0; line < x.count; ++line) {
+        check(driver().cuMemcpyAsync(address(x.to + line * x.to_pitch),
+                                     address(x.from + line * x.from_pitch), x.width, stream_),
+              "cuMemcpyAsync");
+      }
+      return;
+    }
+    CUDA_MEMCPY2D lines;
+    lines.srcDevice = address(x.from);
+    lines.srcPitch = x.from_pitch;
+    lines.dstDevice = address(x.to);
+    lines.dstPitch = x.to_pitch;
+    lines.WidthInBytes = x.width;
+    lines.Height = x.count;
+    check(driver().cuMemcpy2DAsync(&lines, stream_), "cuMemcpy2DAsync");
+  });
+}
+
+template <class Interface>
+void OnStream<Interface>::add(const Part& from, const Part& to) {
+  add_rows(gpu_, stream_, from, to, true);
+}
+
+template <class Interface>
+void OnStream<Interface>::round(const Part& from, const Part& to) {
+  add_rows(gpu_, stream_, from, to, false);
+}
+
+template <class Interface>
+void OnStream<Interface>::clear(const Part& part) {
+  if (part.bytes() == 0) return;
+  const CurrentContext current(gpu_.context());
+  check(driver().cuMemsetD8Async(address(part.data), 0, part.bytes(), stream_), "cuMemsetD8Async");
+}
+
+template <class Interface>
+void OnStream<Interface>::download(void* to, const void* from, int64_t bytes) {
+  upload(to, from, bytes);
+}
+
+template <class Interface>
+void OnStream<Interface>::upload(void* to, const void* from, int64_t bytes) {
+  if (bytes == 0) return;
+  const CurrentContext current(gpu_.context());
+  check(driver().cuMemcpyAsync(address(to), address(from), bytes, stream_), "cuMemcpyAsync");
+  finish();
+}
+
+template <class Interface>
+auto OnStream<Interface>::mark() -> Mark {
+  const CurrentContext current(gpu_.context());
+  CUevent event = nullptr;
+  check(driver().cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  Mark mark(event, [](void* made) { driver().cuEventDestroy(static_cast<CUevent>(made)); });
+  check(driver().cuEventRecord(event, stream_), "cuEventRecord");
+  return mark;
+}
+
+template <class Interface>
+void OnStream<Interface>::after(const Mark& mark) {
+  if (mark == nullptr) return;
+  const CurrentContext current(gpu_.context());
+  check(driver().cuStreamWaitEvent(stream_, static_cast<CUevent>(mark.get()), 0),
+        "cuStreamWaitEvent");
+}
+
+template <class Interface>
+void OnStream<Interface>::finish() {
+  const CurrentContext current(gpu_.context());
+  check(driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
+}
+
+template class OnStream<Order>;
+template class OnStream<Memory>;
+
+DeviceMemory::DeviceMemory(Group::Impl& group, int index)
+    : OnStream(Gpu::at(index), nullptr), group_(group), opened_(group.ranks) {
+  std::optional<Error> error;
+  try {
+    const CurrentContext current(gpu_.context());
+    check(driver().cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, kPriority),
+          "cuStreamCreate");
+  } catch (const Error& failed) {
+    error = failed;
+  }
+  group.agree(error, {{"machine", machine()}}, {});
+}
+
+DeviceMemory::~DeviceMemory() {
+  try {
+    const CurrentContext current(gpu_.context());
+    driver().cuStreamSynchronize(stream_);
+    for (const Opened& other : opened_) {
+      if (other.data != 0) driver().cuIpcCloseMemHandle(other.data);
+    }
+    for (const Room& room : rooms_) {
+      if (room.data != 0) driver().cuMemFree(room.data);
+    }
+    for (const CUdeviceptr data : replaced_) driver().cuMemFree(data);
+    driver().cuStreamDestroy(stream_);
+  } catch (const Error&) {  // the process ends, and the driver has
+  }
+}
+
+std::byte* DeviceMemory::room(Use use, int64_t bytes) {
+  Room& room = rooms_[use];
+  if (room.data == 0 || room.bytes < bytes) {
+    const CurrentContext current(gpu_.context());
+    if (room.data != 0 && use == kSends) {
+      replaced_.push_back(room.data);
+    } else if (room.data != 0) {
+      check(driver().cuMemFree(room.data), "cuMemFree");  // waits for the device
+    }
+    room = {};
+    const int64_t size = std::max<int64_t>(bytes, 1 << 21);
+    check(driver().cuMemAlloc(&room.data, size),
+          fmt::format("{} bytes for rows of other ranks", size).c_str());
+    room.bytes = size;
+  }
+  return reinterpret_cast<std::byte*>(room.data);
+}
+
+CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
+  if (offer.process == static_cast<uint64_t>(getpid())) return offer.room + offer.offset;
+  Opened& other = opened_[rank];
+  if (other.data == 0 || std::memcmp(&other.handle, &offer.handle, sizeof(CUipcMemHandle)) != 0) {
+    if (other.data != 0) check(driver().cuIpcCloseMemHandle(other.data), "cuIpcCloseMemHandle");
+    other = {};
+    check(
+        driver().cuIpcOpenMemHandle(&other.data, offer.handle, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS),
+        fmt::format("opening the memory of rank {}", rank).c_str());
+    other.handle = offer.handle;
+  }
+  return other.data + offer.offset;
+}
+
+void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
+                            std::span<const std::span<std::byte>> receives) {
+  const CurrentContext current(gpu_.context());
+  const Room& room = rooms_[kSends];
+  Offer own{.process = static_cast<uint64_t>(getpid()), .room = room.data};
+  check(driver().cuIpcGetMemHandle(&own.handle, room.data), "cuIpcGetMemHandle");
+  finish();  // what is sent lies there
+  // Who may read what, then that all have read.
+  std::vector<Offer> mine(group_.ranks, own), theirs(group_.ranks);
+  for (int r = 0; r < group_.ranks; ++r) {
+    mine[r].offset = address(sends[r].data()) - room.data;
+    mine[r].bytes = sends[r].size();
+  }
+  const auto tell = [&](size_t bytes) {
+    std::vector<std::span<const std::byte>> out(group_.ranks);
+    std::vector<std::span<std::byte>> in(group_.ranks);
+    for (int r = 0; r < group_.ranks; ++r) {
+      if (r == group_.rank) continue;
+      out[r] = std::as_bytes(std::span(&mine[r], 1)).first(bytes);
+      in[r] = std::as_writable_bytes(std::span(&theirs[r], 1)).first(bytes);
+    }
+    group_.exchange(out, in);
+  };
+  tell(sizeof(Offer));
+  for (int i = 1; i < group_.ranks; ++i) {
+    const int r = (group_.rank + i) % group_.ranks;
+    if (theirs[r].bytes != receives[r].size()) {
+      throw Error(Status::kUnavailable,
+                  fmt::format("rank {} has {} bytes, want {}: all ranks make the same calls of a "
+                              "group in one order",
+                              r, theirs[r].bytes, receives[r].size()));
+    }
+    if (receives[r].empty()) continue;
+    check(driver().cuMemcpyAsync(address(receives[r].data()), open(r, theirs[r]),
+                                 receives[r].size(), stream_),
+          "cuMemcpyAsync");
+  }
+  finish();
+  tell(1);
+  for (const CUdeviceptr data : std::exchange(replaced_, {})) {
+    check(driver().cuMemFree(data), "cuMemFree");
+  }
+}
+
+std::unique_ptr<Order> DeviceMemory::computing(const Run& run) {
+  const CurrentContext current(gpu_.context());
+  if (is_capturing(static_cast<CUstream>(run.stream))) {
+    fail("stream", "is being captured, want calls of groups outside of graphs");
+  }
+  return std::make_unique<OnStream<Order>>(gpu_, static_cast<CUstream>(run.stream));
+}
+
+}  // namespace fulgur::distributed

@@ -1,0 +1,51 @@
+/// The memory in which the tensors of a group's calls lie: what moves and adds rows there, in
+/// order.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "distributed/part.h"
+#include "fulgur/attention.h"
+
+namespace fulgur::distributed {
+
+/// Operations that follow each other; on a GPU a stream. Parts of both sides have one shape.
+class Order {
+ public:
+  virtual ~Order() = default;
+  virtual void copy(const Part& from, const Part& to) = 0;
+  /// Adds to f32 or f64.
+  virtual void add(const Part& from, const Part& to) = 0;
+  /// Sums in f32 or f64 as a gradient.
+  virtual void round(const Part& from, const Part& to) = 0;
+  virtual void clear(const Part& part) = 0;  ///< all of it lies side by side
+  /// To and from the memory of the host, which waits.
+  virtual void download(void* to, const void* from, int64_t bytes) = 0;
+  virtual void upload(void* to, const void* from, int64_t bytes) = 0;
+
+  /// What is in the order by now.
+  using Mark = std::shared_ptr<void>;
+  virtual Mark mark() = 0;
+  /// What comes next waits for a mark of another order.
+  virtual void after(const Mark& mark) = 0;
+  /// Waits for all.
+  virtual void finish() = 0;
+};
+
+/// Transfers between ranks, and the memory of a group for them.
+class Memory : public Order {
+ public:
+  enum Use : uint8_t { kStep, kNextStep, kSums, kDsinks, kSends, kReceives, kUses };
+  /// Room that is this until it is asked for again; not cleared.
+  virtual std::byte* room(Use use, int64_t bytes) = 0;
+  /// A step of all ranks: sends lie in kSends, receives in kReceives.
+  virtual void exchange(std::span<const std::span<const std::byte>> sends,
+                        std::span<const std::span<std::byte>> receives) = 0;
+  /// The order in which a run computes.
+  virtual std::unique_ptr<Order> computing(const Run& run) = 0;
+};
+
+}  // namespace fulgur::distributed

@@ -1,0 +1,25 @@
+// Sums of f32 on their way to a gradient: parts are added to them, and they are rounded to its type. A warp takes a row
+// of a head.
+#include "backward/add_rows_params.h"
+#include "device/elements.cuh"
+
+// A row of a head.
+__device__ __forceinline__ void* row_of(const AddedRows& t, long long batch, long long row, long long head) {
+  return static_cast<char*>(t.data) + (batch * t.batch + row * t.row + head * t.head) * bytes_of(t.type);
+}
+
+extern "C" __global__ void __launch_bounds__(kAddRowsThreads) fulgur_add_rows(const __grid_constant__ AddRowsParams p) {
+  constexpr int kWarps = kAddRowsThreads / 32;
+  const long long count = p.batches * p.rows * p.heads;
+  for (long long i = blockIdx.x * kWarps + threadIdx.x / 32; i < count; i += (long long)(gridDim.x) * kWarps) {
+    const long long head = i % p.heads;
+    const long long row = i / p.heads % p.rows;
+    const long long batch = i / p.heads / p.rows;
+    const void* const from = row_of(p.from, batch, row, head);
+    void* const to = row_of(p.to, batch, row, head);
+    for (int column = threadIdx.x % 32; column < p.dim; column += 32) {
+      const float x = element_at(from, p.from.type, column);
+      set_element(to, p.to.type, column, p.adds ? element_at(to, p.to.type, column) + x : x);
+    }
+  }
+}
