@@ -222,7 +222,7 @@ void append_forward(const nb::dict& views, const nb::dict& options, bool interle
   fulgur::forward(call.args, call.options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
-void quantize(const nb::dict& given, bool static_scale, int threads) {
+void quantize(const nb::dict& given, bool static_scale, int threads, uintptr_t stream) {
   const Entries views(given);
   const fulgur::QuantizeArgs args{tensor(views, "x"), tensor(views, "codes"),
                                   tensor(views, "scale"), tensor(views, "zero_point"),
@@ -230,17 +230,17 @@ void quantize(const nb::dict& given, bool static_scale, int threads) {
   fulgur::Options options;
   options.threads = threads;
   const fulgur::python::WithoutGil unlocked;
-  fulgur::quantize(args, options);
+  fulgur::quantize(args, options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
-void dequantize(const nb::dict& given, int threads) {
+void dequantize(const nb::dict& given, int threads, uintptr_t stream) {
   const Entries views(given);
   const fulgur::DequantizeArgs args{tensor(views, "codes"), tensor(views, "scale"),
                                     tensor(views, "zero_point"), tensor(views, "x")};
   fulgur::Options options;
   options.threads = threads;
   const fulgur::python::WithoutGil unlocked;
-  fulgur::dequantize(args, options);
+  fulgur::dequantize(args, options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
 /// (numbers of a block, its bytes, the dtype of arrays of codes, whether blocks have scales).
@@ -463,8 +463,8 @@ NB_MODULE(_fulgur, m) {
   m.def("check_append_forward", &check_append_forward, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
-  m.def("quantize", &quantize, "views"_a, "static_scale"_a, "threads"_a);
-  m.def("dequantize", &dequantize, "views"_a, "threads"_a);
+  m.def("quantize", &quantize, "views"_a, "static_scale"_a, "threads"_a, "stream"_a);
+  m.def("dequantize", &dequantize, "views"_a, "threads"_a, "stream"_a);
   m.def("format", &format, "name"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);

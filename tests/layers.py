@@ -23,7 +23,7 @@ PUBLIC_GROUPS = "include/fulgur/distributed"
 HOST_DEVICE = ["kernels/host_device"]
 SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward")]
 CALL = [PUBLIC, "base", "expression", "call", *HOST_DEVICE]
-CUDA_COMMON = [*CALL, "engine", "kernels/common", "kernels/backward", "cuda/driver", "cuda/jit",
+CUDA_COMMON = [*CALL, "engine", "kernels/common", "kernels/codes", "kernels/backward", "cuda/driver", "cuda/jit",
                "cuda/device"]
 KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
@@ -56,6 +56,7 @@ FOLDERS = {
     "api": [*CALL, "engine", "plan", PUBLIC_GROUPS],
     "distributed": [*CALL, PUBLIC_GROUPS, "kernels/backward", "cuda/driver", "cuda/jit", "cuda/device", "cuda/common"],
     "kernels/host_device": [],
+    "kernels/codes": [*HOST_DEVICE, "kernels/common", "kernels/device"],
     "kernels/common": ATTENTION_KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],
     "kernels/attention": KERNEL,

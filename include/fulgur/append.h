@@ -53,9 +53,11 @@ struct QuantizeArgs {
 };
 
 /// Rounds numbers to codes, by scales that are as small as the numbers that share one let them be
-/// (docs/contract.md). Of `options` it takes the threads. On the CPU; throws Error:
-/// kInvalidArgument, kUnsupported for tensors on a GPU.
-FULGUR_API void quantize(const QuantizeArgs& args, const Options& options = {});
+/// (docs/contract.md). Of `options` it takes the threads, of `run` the stream. All tensors are on one
+/// device; on cuda it only launches, as append() does, and takes no f64. Throws Error:
+/// kInvalidArgument, kUnsupported.
+FULGUR_API void quantize(const QuantizeArgs& args, const Options& options = {},
+                         const Run& run = {});
 
 /// Tensors of dequantize().
 struct DequantizeArgs {
@@ -63,8 +65,9 @@ struct DequantizeArgs {
   Tensor x{};                                  ///< written
 };
 
-/// The numbers that codes stand for, rounded to the dtype of x.
-FULGUR_API void dequantize(const DequantizeArgs& args, const Options& options = {});
+/// The numbers that codes stand for, rounded to the dtype of x; likewise.
+FULGUR_API void dequantize(const DequantizeArgs& args, const Options& options = {},
+                           const Run& run = {});
 
 /// Whether the blocks of a format have their scales, as ggml's.
 FULGUR_API bool has_scales(DType format);

@@ -334,8 +334,8 @@ typedef struct fulgur_scores_args {
 FULGUR_API fulgur_status fulgur_scores(const fulgur_scores_args* args,
                                        const fulgur_options* options, const fulgur_run* run);
 
-/// What fulgur_quantize and fulgur_dequantize take (fulgur::QuantizeArgs), of tensors on the CPU:
-/// all 0 but struct_size, then what you need.
+/// What fulgur_quantize and fulgur_dequantize take (fulgur::QuantizeArgs): all 0 but struct_size,
+/// then what you need.
 typedef struct fulgur_quantize_args {
   size_t struct_size;     ///< sizeof(fulgur_quantize_args)
   const DLTensor* x;      ///< numbers, (batch, seqlen, heads, dim) or (total, heads, dim)
@@ -343,6 +343,7 @@ typedef struct fulgur_quantize_args {
   const DLTensor *scale, *zero_point;  ///< may be null
   const char* format;                  ///< of codes that are bytes; null = as the dtype says
   int static_scale;  ///< scale and zero_point are read; 0: they are written (fulgur_quantize)
+  void* stream;      ///< cuda: the stream (cudaStream_t) that the work is put on
 } fulgur_quantize_args;
 
 /// codes, scale, zero_point <- x. `options` may be null.

@@ -132,7 +132,13 @@ class Quantized:
         *,
         dtype: str = "f32",
     ) -> None: ...
-    def dequantize(self, dtype: _DType | None = None, *, threads: int = 0) -> Any: ...
+    def dequantize(
+        self,
+        dtype: _DType | None = None,
+        *,
+        threads: int = 0,
+        stream: int | _CudaStream | None = None,
+    ) -> Any: ...
 
 class _AnyPlan:
     def explain(self) -> str: ...
@@ -1613,6 +1619,7 @@ def quantize(
     zero_point: bool | _DLPack | None = None,
     scale_dtype: Literal["f32", "f16"] = "f32",
     threads: int = 0,
+    stream: int | _CudaStream | None = None,
 ) -> Quantized: ...
 def engines() -> list[Engine]: ...
 def install_as(

@@ -50,12 +50,15 @@ class Quantized(_a.OfCodes):
                 found[f"{name}_{what}"] = _a.view(f"{name}_{what}", array, writable, stream)
         return found
 
-    def dequantize(self, dtype=None, *, threads=0):
-        """The numbers, a fresh array: "f32", "bf16", "f16" or "f64"; default what was quantized."""
+    def dequantize(self, dtype=None, *, threads=0, stream=None):
+        """The numbers, a fresh array: "f32", "bf16", "f16" or "f64"; default what was quantized. ``threads`` and
+        ``stream`` as of :func:`quantize`."""
+        stream = _a.run_stream(self.codes, {"stream": stream})
         x = _a.empty(self.shape, dtype or self.dtype, self.codes)
-        views = {"x": _a.view("x", x, True), "codes": self._view}
-        views |= _a.given_views(0, ("scale", "zero_point"), {"scale": self.scale, "zero_point": self.zero_point})
-        _fulgur.dequantize(views, _a.integer("threads", threads, *_a.INT32))
+        codes = _a.view("codes", self.codes, stream=stream).as_format(self.format, "codes")
+        views = {"x": _a.view("x", x, True, stream), "codes": codes}
+        views |= _a.given_views(stream, ("scale", "zero_point"), {"scale": self.scale, "zero_point": self.zero_point})
+        _fulgur.dequantize(views, _a.integer("threads", threads, *_a.INT32), stream)
         return _a.of_kind(self.codes, x)
 
 
@@ -78,12 +81,12 @@ def _scale_shape(x, scale, format):
     return (*x.shape[:-1], x.shape[-1] // columns)
 
 
-def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threads=0):
+def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threads=0, stream=None):
     """Numbers as codes of a low-bit format, by the largest of those that share a scale.
 
     Args:
         x: ``(batch, seqlen, heads, dim)``, ``(pages, page, heads, dim)`` or ``(total, heads, dim)``: float32,
-            bfloat16, float16 or float64, on the CPU.
+            bfloat16, float16 or, on the CPU, float64.
         format: "e4m3", "e5m2", "int8", "int4", or of ggml "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "iq4_nl",
             whose blocks of 32 columns have their scales in themselves.
         scale: what shares a scale: "tensor" all of x, "head" a head of a sequence, "token" (the default) a row
@@ -91,6 +94,7 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threa
         zero_point: True: codes of int8 and int4 begin at the smallest number. Or an array, with one for scale.
         scale_dtype: "f32" or "f16".
         threads: 0 is OMP_NUM_THREADS or all cores.
+        stream: as of :func:`attention`, where x is on a GPU.
 
     Returns:
         A :class:`Quantized`, with fresh arrays of the kind of x. docs/contract.md says what is computed.
@@ -106,7 +110,8 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threa
     >>> fulgur.attention(q, fulgur.quantize(k, "e4m3"), fulgur.quantize(v, "q8_0"))[0, 0, 0, 0].round(3)
     np.float32(1.0)
     """
-    view = _a.view("x", x)
+    stream = _a.run_stream(x, {"stream": stream})
+    view = _a.view("x", x, stream=stream)
     if not isinstance(format, str):
         raise TypeError(f"format: got {format!r}, want a name")
     block, size, dtype, scaled = _fulgur.format(format)
@@ -130,9 +135,9 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threa
     elif not fixed and zero_point:
         raise ValueError(f"zero_point: given with {format}, want it with int8 or int4")
     codes = _a.empty((*view.shape[:-1], view.shape[-1] // block * size), dtype, x)
-    views = {"x": view, "codes": _a.view("codes", codes, True).as_format(format, "codes")}
-    views |= {name: _a.view(name, array, not fixed) for name, array in given.items() if array is not None}
-    _fulgur.quantize(views, fixed, _a.integer("threads", threads, *_a.INT32))
+    views = {"x": view, "codes": _a.view("codes", codes, True, stream).as_format(format, "codes")}
+    views |= {name: _a.view(name, array, not fixed, stream) for name, array in given.items() if array is not None}
+    _fulgur.quantize(views, fixed, _a.integer("threads", threads, *_a.INT32), stream)
     return Quantized(
         format, _a.of_kind(x, codes), *(None if array is None else _a.of_kind(x, array) for array in given.values()),
         dtype=view.dtype,

@@ -624,14 +624,15 @@ fulgur_status fulgur_quantize(const fulgur_quantize_args* args, const fulgur_opt
   return guarded([&] {
     const Quantization q(args);
     fulgur::quantize({q.x, q.codes, q.scale, q.zero_point, q.from.static_scale != 0},
-                     convert(options));
+                     convert(options), {.stream = q.from.stream});
   });
 }
 
 fulgur_status fulgur_dequantize(const fulgur_quantize_args* args, const fulgur_options* options) {
   return guarded([&] {
     const Quantization q(args);
-    fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x}, convert(options));
+    fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x}, convert(options),
+                       {.stream = q.from.stream});
   });
 }
 

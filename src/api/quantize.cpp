@@ -8,6 +8,7 @@
 #include "call/make_problem.h"
 #include "fulgur/append.h"
 #include "fulgur/error.h"
+#include "plan/engines.h"
 
 namespace fulgur {
 namespace {
@@ -17,9 +18,6 @@ constexpr const char* kDims = "(batch, seqlen, heads, dim) or (total, heads, dim
 /// Checks codes and their scales, which `written` ones may not share, and numbers of their shape.
 CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& codes,
                    const ConstTensor& scale, const ConstTensor& zero, bool scales_written) {
-  if (x.device.type != DeviceType::kCpu || codes.device.type != DeviceType::kCpu) {
-    throw Error(Status::kUnsupported, "x, codes: want tensors on cpu");
-  }
   if (x.rank != 3 && x.rank != 4) fail("x", "got {}, want {}", x.describe(), kDims);
   check_tensor("x", x, kDims, x.rank, x_written);
   if (!is_float(x.dtype)) fail("x", "got {}, want f32, bf16, f16 or f64", name_of(x.dtype));
@@ -36,6 +34,7 @@ CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& code
   const std::array tensors{&x, &codes, &scale, &zero};
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i]->given()) continue;
+    check_device(names[i], *tensors[i], x.device, "x");
     check_data(names[i], *tensors[i]);
     const bool written = i == 0 ? x_written : i == 1 ? !x_written : scales_written;
     if (!written) continue;
@@ -65,21 +64,23 @@ struct Counts {
 
 }  // namespace
 
-void quantize(const QuantizeArgs& args, const Options& options) {
+void quantize(const QuantizeArgs& args, const Options& options, const Run& run) {
   const int threads = checked_threads(options);
   const CodeTensor to =
       checked(args.x, false, args.codes, args.scale, args.zero_point, !args.static_scale);
   if (args.x.numel() == 0) return;
   const Counts n(args.x);
-  quantize({args.x, to, args.static_scale, n.batch, n.rows, n.heads}, threads);
+  engine_on(args.x.device, "", "x")
+      .quantize({args.x, to, args.static_scale, n.batch, n.rows, n.heads}, threads, run);
 }
 
-void dequantize(const DequantizeArgs& args, const Options& options) {
+void dequantize(const DequantizeArgs& args, const Options& options, const Run& run) {
   const int threads = checked_threads(options);
   const CodeTensor from = checked(args.x, true, args.codes, args.scale, args.zero_point, false);
   if (args.x.numel() == 0) return;
   const Counts n(args.x);
-  dequantize(from, args.x, n.batch, n.rows, n.heads, threads);
+  engine_on(args.x.device, "", "x")
+      .dequantize({from, args.x, n.batch, n.rows, n.heads}, threads, run);
 }
 
 bool has_scales(DType format) { return is_low_bit(format) && format_of(format)->scaled; }

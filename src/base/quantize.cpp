@@ -114,12 +114,12 @@ void quantize(const QuantizeCall& c, int threads) {
   });
 }
 
-void dequantize(const CodeTensor& from, const Tensor& x, int64_t batch, int64_t rows, int64_t heads,
-                int threads) {
-  const Layout to = rows_layout(x);
+void dequantize(const DequantizeCall& c, int threads) {
+  const CodeTensor& from = c.from;
+  const Layout to = rows_layout(c.x);
   const int64_t groups = from.scaling.given() ? from.scaling.scale.at.groups : 1;
-  parallel_for(batch * rows * heads, threads, [&](int64_t n) {
-    const CodeTensor::Row r = row_of(n, rows, heads);
+  parallel_for(c.batch * c.rows * c.heads, threads, [&](int64_t n) {
+    const CodeTensor::Row r = row_of(n, c.rows, c.heads);
     std::vector<float> numbers(static_cast<size_t>(from.columns));
     from.format.unpack(static_cast<const std::byte*>(from.codes) +
                            bytes_of(from.format.dtype, from.at.offset(r.entry, r.row, r.h)),
@@ -130,11 +130,11 @@ void dequantize(const CodeTensor& from, const Tensor& x, int64_t batch, int64_t 
           (numbers[static_cast<size_t>(i)] - by.zero_point) * by.scale;
     }
     auto* const row =
-        static_cast<std::byte*>(x.data) + to.offset(r.entry, r.row, r.h) * size_of(x.dtype);
-    if (x.dtype == DType::kF64) {
-      for (int64_t i = 0; i < from.columns; ++i) store_element(row, x.dtype, i, numbers[i]);
+        static_cast<std::byte*>(c.x.data) + to.offset(r.entry, r.row, r.h) * size_of(c.x.dtype);
+    if (c.x.dtype == DType::kF64) {
+      for (int64_t i = 0; i < from.columns; ++i) store_element(row, c.x.dtype, i, numbers[i]);
     } else {
-      store_row(row, x.dtype, from.columns, numbers.data());
+      store_row(row, c.x.dtype, from.columns, numbers.data());
     }
   });
 }

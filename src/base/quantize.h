@@ -36,7 +36,7 @@ struct CodeTensor {
   void put(const Row& row, float* x, bool fixed) const;
 };
 
-/// Checked, on the host.
+/// Checked.
 struct QuantizeCall {
   ConstTensor x;
   CodeTensor to;
@@ -44,10 +44,15 @@ struct QuantizeCall {
   int64_t batch, rows, heads;
 };
 
-void quantize(const QuantizeCall& call, int threads);
+/// The inverse, likewise: numbers of codes go to x.
+struct DequantizeCall {
+  CodeTensor from;
+  Tensor x;
+  int64_t batch, rows, heads;
+};
 
-/// Writes the numbers of codes to x.
-void dequantize(const CodeTensor& from, const Tensor& x, int64_t batch, int64_t rows, int64_t heads,
-                int threads);
+/// Of tensors in the host's memory.
+void quantize(const QuantizeCall& call, int threads);
+void dequantize(const DequantizeCall& call, int threads);
 
 }  // namespace fulgur

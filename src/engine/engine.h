@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/quantize.h"
 #include "call/append_call.h"
 #include "call/lengths.h"
 #include "call/merge_call.h"
@@ -116,6 +117,9 @@ class Engine {
   virtual void prepare(const AppendCall&) const {}
   /// Merges partial results. Throws Error likewise.
   virtual void merge(const MergeCall& call, int threads, const Run& run) const = 0;
+  /// Makes codes of numbers, or numbers of codes. Throws Error likewise.
+  virtual void quantize(const QuantizeCall& call, int threads, const Run& run) const = 0;
+  virtual void dequantize(const DequantizeCall& call, int threads, const Run& run) const = 0;
   /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.
   virtual void check_plannable(const Problem&, const Run&) const {}
   /// Plans made under another number are out of date.

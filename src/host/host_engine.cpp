@@ -42,4 +42,12 @@ void HostEngine::merge(const MergeCall& call, int threads, const Run&) const {
   host::merge(call, threads);
 }
 
+void HostEngine::quantize(const QuantizeCall& call, int threads, const Run&) const {
+  fulgur::quantize(call, threads);
+}
+
+void HostEngine::dequantize(const DequantizeCall& call, int threads, const Run&) const {
+  fulgur::dequantize(call, threads);
+}
+
 }  // namespace fulgur::host

@@ -16,6 +16,8 @@ class HostEngine : public Engine {
                       const std::function<void(void*)>& compute) const final;
   void append(const AppendCall& call, int threads, const Run& run) const final;
   void merge(const MergeCall& call, int threads, const Run& run) const final;
+  void quantize(const QuantizeCall& call, int threads, const Run& run) const final;
+  void dequantize(const DequantizeCall& call, int threads, const Run& run) const final;
 };
 
 }  // namespace fulgur::host

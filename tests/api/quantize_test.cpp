@@ -17,6 +17,7 @@
 
 #include "call.h"
 #include "coded.h"
+#include "engine_memory.h"
 #include "engines.h"
 #include "fulgur/append.h"
 #include "oracle.h"
@@ -204,6 +205,95 @@ TEST(Dequantize, GivesTheNumbers) {
     }
   }
 }
+
+// ---- on every device ----
+
+class Quantizing : public EveryEngine {
+ protected:
+  template <class T>
+  T one_of(std::initializer_list<T> all) {
+    return all.begin()[random_() % all.size()];
+  }
+
+  /// Numbers of a tensor, some of which are infinite or none at all.
+  void draw(const Tensor& t, bool odd_ones) {
+    const double scale = one_of({1e-5, 1.0, 1e4}), mean = one_of({0.0, 0.0, 3.0});
+    for (int64_t i = 0; i < t.numel(); ++i) {
+      double x = (normal(random_) + mean) * scale;
+      if (odd_ones && random_() % 61 == 0) x = one_of<double>({0, -0.0, kInf, -kInf, kNan});
+      store(t.data, t.dtype, i, x);
+    }
+  }
+
+  std::mt19937_64 random_{seed()};
+};
+
+TEST_P(Quantizing, GivesTheSameBits) {
+  using K = ScaleKind;
+  for (int n = 0; n < 40; ++n) {
+    const DType format = kFormats[n % std::size(kFormats)];
+    const DType dtype = one_of({DType::kF32, DType::kBF16, DType::kF16});
+    const int64_t b = one_of<int64_t>({1, 3}), s = one_of<int64_t>({1, 7, 70}),
+                  h = one_of<int64_t>({1, 2, 5}), d = one_of<int64_t>({32, 64, 96, 256});
+    const K kind = scaled_inside(format)
+                       ? K::kNone
+                       : one_of({K::kNone, K::kTensor, K::kHeads, K::kSequencesAndHeads, K::kRows,
+                                 K::kGroups});
+    const bool zero = kind != K::kNone && has_zero_point(format) && random_() % 2 == 0;
+    const bool fixed = kind != K::kNone && random_() % 4 == 0, odd_ones = random_() % 3 == 0;
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << seed() << " draw " << n << " " << name_of(format) << " of "
+                 << name_of(dtype) << " " << b << "x" << s << "x" << h << "x" << d << " scales "
+                 << static_cast<int>(kind) << zero << fixed << odd_ones);
+    Buffer x(dtype, {b, s, h, d}), numbers(dtype, {b, s, h, d});
+    draw(x.t, odd_ones);
+    // By the host; its scales are those that are given, or else are there to be written again.
+    Coded want = Coded::of(x.t, format, kind, zero, one_of({DType::kF32, DType::kF16}), 32);
+    dequantize({want.codes.t, want.scale.t, want.zero_point.t, numbers.t});
+    const auto like = [&](const Buffer& one) {
+      Buffer other;
+      if (one.t.given()) {
+        const auto& shape = one.t.shape;
+        other = Buffer(one.t.dtype, std::vector(shape.begin(), shape.begin() + one.t.rank));
+      }
+      if (fixed) std::copy(one.bytes.begin(), one.bytes.end(), other.bytes.begin());
+      return other;
+    };
+    Buffer codes(format, {b, s, h, d}), scale = like(want.scale),
+                                        zero_point = like(want.zero_point),
+                                        back(dtype, {b, s, h, d});
+    EngineMemory memory(engine());
+    for (Buffer* const one : {&x, &codes, &scale, &zero_point, &back})
+      memory.keep(std::as_writable_bytes(std::span(one->bytes)));
+    const auto at = [&](Buffer& one) { return one.t.given() ? memory.at(one.t) : Tensor{}; };
+    const Tensor to = at(codes), by = at(scale), zeros = at(zero_point);
+    quantize({at(x), to, by, zeros, fixed});
+    dequantize({to, by, zeros, at(back)});
+    memory.bring_back();
+    ASSERT_EQ(codes.bytes, want.codes.bytes);
+    ASSERT_EQ(scale.bytes, want.scale.bytes);
+    ASSERT_EQ(zero_point.bytes, want.zero_point.bytes);
+    for (int64_t i = 0; i < back.t.numel(); ++i) {
+      const double one = load(back.t.data, dtype, i), other = load(numbers.t.data, dtype, i);
+      ASSERT_TRUE(one == other || (std::isnan(one) && std::isnan(other)))
+          << i << ": " << one << " and " << other;
+    }
+  }
+}
+
+TEST_P(Quantizing, TensorsAreOnOneDevice) {
+  Buffer x(DType::kF64, {1, 2, 1, 32}), codes(DType::kInt8, {1, 2, 1, 32});
+  EngineMemory memory(engine());
+  for (Buffer* const one : {&x, &codes}) memory.keep(std::as_writable_bytes(std::span(one->bytes)));
+  const Tensor there = memory.at(x.t);
+  if (there.device.type == DeviceType::kCpu) return;
+  EXPECT_EQ(message_of([&] { quantize({there, memory.at(codes.t)}); }),
+            "x: got f64, quantize on cuda takes none of it");
+  EXPECT_EQ(message_of([&] { quantize({there, codes.t}); }),
+            "codes: on cpu, want cuda:0 as x");
+}
+
+FULGUR_EVERY_ENGINE(Quantizing);
 
 // ---- attention over codes ----
 

@@ -855,7 +855,8 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
   for (const CallKernel kernel :
        {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32,
         CallKernel::kQuantizeF16, CallKernel::kQuantizeBF16, CallKernel::kQuantizeF32,
-        CallKernel::kMerge, CallKernel::kUpload, CallKernel::kDivide}) {
+        CallKernel::kMerge, CallKernel::kUpload, CallKernel::kDivide, CallKernel::kMeasureBF16,
+        CallKernel::kNumbersF16, CallKernel::kFit}) {
     kernels.push_back(use_of(kernel));
   }
   for (const size_t i : sample_of(kernels.size() * kTargets.size(), kSample)) {

@@ -10,40 +10,16 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int kWarpLog2 = 5;  // lanes that make codes of a head
-
 int count_of(const char* name, int64_t count, const char* of_what) {
   return counted(name, count, of_what, "append");
 }
 
 const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); }
 
-AppendRows rows_between(const ConstTensor& from, const Layout& at, const Tensor& to,
-                        const Layout& to_at, int64_t heads, int64_t dim, int64_t pairs) {
-  return {from.data,
-          at.batch,
-          at.row,
-          at.head,
-          to.data,
-          to_at.batch,
-          to_at.row,
-          to_at.head,
-          static_cast<int>(heads),
-          static_cast<int>(dim),
-          static_cast<int>(pairs),
-          {}};
-}
-
-AppendScales scales_of(const Tensor& t, const Scales& at) {
-  return {t.data, at.dtype == DType::kF32, at.batch, at.row, at.head, at.group};
-}
-
-/// What makes codes for a cache; nothing where it holds the rows as they are.
-AppendCodes codes_of(const Tensor& cache, const Tensor& scale, const Scales& scales,
-                     const Tensor& zero_point, const Scales& zero_points) {
-  if (!is_low_bit(cache.dtype)) return {};
-  return {static_cast<int>(element_of(cache.dtype)), static_cast<int>(scales.groups),
-          scales.of_rows, scales_of(scale, scales), scales_of(zero_point, zero_points)};
+AppendScales scales_of(const ScaleTensor& t) {
+  const Scales& at = t.at;
+  // Only what fits its scales writes them.
+  return {const_cast<void*>(t.data), at.dtype == DType::kF32, at.batch, at.row, at.head, at.group};
 }
 
 /// Whether rows and angles, and their halves, are made of 16 bytes at multiples of 16 bytes.
@@ -64,6 +40,33 @@ bool all_wide(const AppendCall& c) {
 
 }  // namespace
 
+AppendRows rows_between(const void* from, const Layout& at, void* to, const Layout& to_at,
+                        int64_t heads, int64_t dim, int64_t pairs) {
+  return {from,
+          at.batch,
+          at.row,
+          at.head,
+          to,
+          to_at.batch,
+          to_at.row,
+          to_at.head,
+          static_cast<int>(heads),
+          static_cast<int>(dim),
+          static_cast<int>(pairs),
+          {}};
+}
+
+AppendCodes codes_of(DType format, const Scaling& scaling) {
+  if (!is_low_bit(format)) return {};
+  const bool of_rows = scaling.scale.at.of_rows;
+  return {static_cast<int>(element_of(format)),
+          static_cast<int>(scaling.scale.at.groups),
+          of_rows,
+          of_rows,
+          scales_of(scaling.scale),
+          scales_of(scaling.zero_point)};
+}
+
 AppendParams append_params(const AppendCall& c) {
   const AppendArgs& a = c.args;
   const Problem::Cache& cache = c.p.cache;
@@ -75,13 +78,14 @@ AppendParams append_params(const AppendCall& c) {
   p.batch = count_of("cache_seqlens", c.p.batch, "sequences");
   count_of("k_cache", c.p.hk, "heads");
   count_of("q", c.hq, "heads");
-  p.k = rows_between(a.rows.k_new, c.k_new, a.rows.k_cache, c.p.k, c.p.hk, c.p.d, c.pairs);
-  p.v = rows_between(a.rows.v_new, c.v_new, a.rows.v_cache, c.p.v, c.p.hk, c.p.dv, 0);
-  p.k.codes = codes_of(a.rows.k_cache, a.rows.k_cache_descale, c.p.k_descale,
-                       a.rows.k_cache_zero_point, c.p.k_zero_point);
-  p.v.codes = codes_of(a.rows.v_cache, a.rows.v_cache_descale, c.p.v_descale,
-                       a.rows.v_cache_zero_point, c.p.v_zero_point);
-  p.q = rows_between(a.q, c.p.q, a.q_out, c.q_out, c.hq, c.p.d, c.pairs);
+  const NewRows& rows = a.rows;
+  p.k = rows_between(rows.k_new.data, c.k_new, rows.k_cache.data, c.p.k, c.p.hk, c.p.d, c.pairs);
+  p.v = rows_between(rows.v_new.data, c.v_new, rows.v_cache.data, c.p.v, c.p.hk, c.p.dv, 0);
+  p.k.codes = codes_of(c.p.dtypes.k, {{rows.k_cache_descale.data, c.p.k_descale},
+                                      {rows.k_cache_zero_point.data, c.p.k_zero_point}});
+  p.v.codes = codes_of(c.p.dtypes.v, {{rows.v_cache_descale.data, c.p.v_descale},
+                                      {rows.v_cache_zero_point.data, c.p.v_zero_point}});
+  p.q = rows_between(a.q.data, c.p.q, a.q_out.data, c.q_out, c.hq, c.p.d, c.pairs);
   p.page_table = ints(a.cache.page_table);
   p.page_indptr = ints(a.cache.page_indptr);
   p.cache_batch_idx = ints(a.cache.cache_batch_idx);
@@ -103,7 +107,7 @@ AppendParams append_params(const AppendCall& c) {
   p.wide = all_wide(c);
   const bool codes = p.k.codes.format != 0 || p.v.codes.format != 0;
   const int64_t steps = std::max(c.p.d, c.p.dv) / (p.wide ? 16 / size_of(c.p.dtypes.k) : 1);
-  p.lanes_log2 = codes ? kWarpLog2 : lanes_log2(steps);
+  p.lanes_log2 = codes ? kCodeLanesLog2 : lanes_log2(steps);
   return p;
 }
 

@@ -24,16 +24,24 @@ KernelUse use_of(CallKernel kernel) {
   if (kernel == CallKernel::kDivide)
     return {{"common/shared_prefix.cu", ""}, "fulgur_shared_prefix", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
-  const bool codes = kernel >= CallKernel::kQuantizeF16;
+  const bool codes = kernel >= CallKernel::kQuantizeF16 && kernel <= CallKernel::kQuantizeF32;
   const std::string header = fmt::format(
       "#pragma once\n#include \"host_device/element.h\"\nconstexpr Element kElement = {};\n"
       "constexpr bool kCodes = {};\n",
       elements[static_cast<int>(kernel) % 3], codes);
-  return {{"common/append.cu", header}, "fulgur_append", 0};
+  if (kernel < CallKernel::kMeasureF16) return {{"common/append.cu", header}, "fulgur_append", 0};
+  const char* const entry = kernel == CallKernel::kFit          ? "fulgur_fit"
+                            : kernel >= CallKernel::kNumbersF16 ? "fulgur_dequantize"
+                                                                : "fulgur_measure";
+  return {{"codes/quantize.cu", header}, entry, 0};
 }
 
 CallKernel append_kernel(DType rows, bool codes) {
-  return static_cast<CallKernel>(static_cast<int>(rows) + (codes ? 3 : 0));
+  return of_dtype(codes ? CallKernel::kQuantizeF16 : CallKernel::kAppendF16, rows);
+}
+
+CallKernel of_dtype(CallKernel first, DType dtype) {
+  return static_cast<CallKernel>(static_cast<int>(first) + static_cast<int>(dtype));
 }
 
 CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream) {
@@ -64,8 +72,9 @@ void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, in
   const Grid grid{static_cast<int>(std::min(tokens, kMaxX)),
                   static_cast<int>(std::min((lanes - kWarp) / threads + 1, kMaxY))};
   launch(stream, loaded(kernel, gpu, stream), params, grid, static_cast<int>(threads), 0,
-         kernel == CallKernel::kMerge ? "launching the kernel of merge"
-                                      : "launching the kernel of append");
+         kernel == CallKernel::kMerge        ? "launching the kernel of merge"
+         : kernel >= CallKernel::kMeasureF16 ? "launching the kernel of dequantize"
+                                             : "launching the kernel of append");
 }
 
 void refuse_f64(const char* name, const ConstTensor& tensor, const char* call) {

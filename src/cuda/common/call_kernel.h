@@ -10,7 +10,7 @@ namespace fulgur::cuda {
 
 /// Append has one for each dtype, and one that makes codes of it. kUpload writes numbers of its
 /// arguments to memory, of plans, too; kDivide what the parts of a plan over shared prefixes are
-/// told.
+/// told. Of quantize kMeasure and kFit make scales that rows share; kNumbers is its inverse.
 enum class CallKernel : uint8_t {
   kAppendF16,
   kAppendBF16,
@@ -20,11 +20,20 @@ enum class CallKernel : uint8_t {
   kQuantizeF32,
   kMerge,
   kUpload,
-  kDivide
+  kDivide,
+  kMeasureF16,
+  kMeasureBF16,
+  kMeasureF32,
+  kNumbersF16,
+  kNumbersBF16,
+  kNumbersF32,
+  kFit
 };
 
 KernelUse use_of(CallKernel kernel);
 
+/// The one of three, of which `first` is that of f16.
+CallKernel of_dtype(CallKernel first, DType dtype);
 /// That of append for new rows of f16, bf16 or f32, which caches take as they are or as `codes`.
 CallKernel append_kernel(DType rows, bool codes);
 

@@ -1,10 +1,7 @@
 #include "cuda/engine/append.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstddef>
-#include <utility>
 
 #include "base/convert.h"
 #include "call/append_lengths.h"
@@ -37,13 +34,6 @@ void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const Appe
 /// Throws Error(kUnsupported).
 void refuse(const AppendCall& call) {
   refuse_f64("k_cache", call.args.rows.k_cache, "append");
-  for (const auto& [name, t] : {std::pair{"k_cache", &call.args.rows.k_cache},
-                                std::pair{"v_cache", &call.args.rows.v_cache}}) {
-    if (!is_low_bit(t->dtype) || t->dtype <= DType::kInt4) continue;
-    throw Error(Status::kUnsupported,
-                fmt::format("{}: got {}, append on cuda makes codes of e4m3, e5m2, int8 and int4",
-                            name, name_of(t->dtype)));
-  }
 }
 
 class CudaAppendStep final : public AppendStep {

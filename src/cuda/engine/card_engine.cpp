@@ -126,6 +126,8 @@ class CardEngine final : public Engine {
   }
   void append(const AppendCall&, int, const Run&) const override { not_here(card_); }
   void merge(const MergeCall&, int, const Run&) const override { not_here(card_); }
+  void quantize(const QuantizeCall&, int, const Run&) const override { not_here(card_); }
+  void dequantize(const DequantizeCall&, int, const Run&) const override { not_here(card_); }
 
  private:
   Card card_;

@@ -14,6 +14,7 @@
 #include "cuda/engine/devices.h"
 #include "cuda/engine/merge.h"
 #include "cuda/engine/prefix_steps.h"
+#include "cuda/engine/quantize.h"
 #include "cuda/engine/tuning.h"
 #include "fulgur/error.h"
 
@@ -82,6 +83,12 @@ class CudaEngine final : public Engine {
   }
   void prepare(const AppendCall& call) const override { cuda::prepare(call); }
   void merge(const MergeCall& call, int, const Run& run) const override { cuda::merge(call, run); }
+  void quantize(const QuantizeCall& call, int, const Run& run) const override {
+    cuda::quantize(call, run);
+  }
+  void dequantize(const DequantizeCall& call, int, const Run& run) const override {
+    cuda::dequantize(call, run);
+  }
   void check_plannable(const Problem& p, const Run& run) const override {
     const CurrentContext current(attending_gpu(p.device.index).context());
     if (!is_capturing(static_cast<CUstream>(run.stream))) return;

@@ -12,8 +12,9 @@ struct AppendScales {
 // What makes codes of rows.
 struct AppendCodes {
   int format;   // the Element (host_device/element.h); 0: rows stay as they are
-  int groups;   // of columns with a scale each; 0: codes have no scales
-  int of_rows;  // scales lie as the rows do, and are written; else by sequence and head, and are read
+  int groups;   // of columns with a scale each; 0: codes have no scales beside them
+  int of_rows;  // scales lie as the rows do; else by sequence and head
+  int fits;     // scales are made of the numbers, and written; else they are read
   AppendScales scale, zero_point;  // data is null where there is none
 };
 
@@ -40,7 +41,7 @@ struct AppendParams {
   AppendTokens tokens, queries;
 
   int batch;
-  const int* cache_seqlens;    // [batch]
+  const int* cache_seqlens;    // [batch], or null: there are no rows yet
   const int* page_table;       // or null
   const int* page_indptr;      // [batch + 1] or null
   const int* cache_batch_idx;  // [batch] or null

@@ -73,7 +73,7 @@ struct AppendPlace {
 
 // Of a new row.
 __device__ __forceinline__ AppendPlace place_of(const AppendParams& p, const AppendToken& token) {
-  const int length = p.cache_seqlens[token.b];
+  const int length = p.cache_seqlens == nullptr ? 0 : p.cache_seqlens[token.b];
   const u32 row = u32(length) + u32(token.i);
   const long long position = p.k.pairs > 0 ? position_of(p, token.b, token.i) : 0;
   if (!token.exists || length < 0 || row >= p.room || position < 0) return {false};

@@ -1,5 +1,5 @@
-// Codes of the rows that append takes, bit for bit those of quantize() (docs/contract.md, base/quantize.cpp): by a warp
-// for each head of a row.
+// Codes of rows, bit for bit those that the CPU makes (docs/contract.md, base/quantize.cpp), by a warp for each head of a
+// row; and the numbers of codes.
 #pragma once
 #include "device/append.cuh"
 #include "device/math.cuh"
@@ -52,6 +52,17 @@ struct Extremes {
     magnitude = fmaxf(magnitude, fabsf(x));
     min = fminf(min, x);
     max = fmaxf(max, x);
+  }
+  // As four floats.
+  __device__ __forceinline__ void store(float* to) const {
+    *reinterpret_cast<float4*>(to) = {magnitude, min, max, nan ? 1.0f : 0.0f};
+  }
+  __device__ __forceinline__ void add_stored(const float* from) {
+    const float4 x = *reinterpret_cast<const float4*>(from);
+    nan = nan || x.w != 0;
+    magnitude = fmaxf(magnitude, x.x);
+    min = fminf(min, x.y);
+    max = fmaxf(max, x.z);
   }
   // Those of all lanes of a warp.
   __device__ __forceinline__ void join_lanes() {
@@ -136,36 +147,149 @@ __device__ __forceinline__ void write_scale(const AppendScales& t, long long at,
     static_cast<unsigned short*>(t.data)[at] = scale_bits_f16(x);
 }
 
+// Where the scale of a group of columns lies, of a row of `entry`, or of a sequence.
+__device__ __forceinline__ long long scale_place(const AppendCodes& c, const AppendScales& t, int sequence,
+                                                 long long entry, long long row, int head, int group) {
+  return (c.of_rows ? entry * t.batch + row * t.row : sequence * t.batch) + head * t.head + group * t.group;
+}
+__device__ __forceinline__ GroupScale read_scales(const AppendCodes& c, int sequence, long long entry, long long row,
+                                                  int head, int group) {
+  return {read_scale(c.scale, scale_place(c, c.scale, sequence, entry, row, head, group), 1),
+          read_scale(c.zero_point, scale_place(c, c.zero_point, sequence, entry, row, head, group), 0)};
+}
+
+// ---- ggml's blocks of 32 numbers (base/formats.h), of which a lane has one ----
+
+struct BlockFormat {
+  int bits;
+  bool has_low;  // code 0 is a number of its own, the least one of the block
+  __device__ __forceinline__ int header() const { return has_low ? 4 : 2; }
+  __device__ __forceinline__ int codes() const { return header() + (bits == 5 ? 4 : 0); }
+  __device__ __forceinline__ int bytes() const { return codes() + (bits == 8 ? 32 : 16); }
+};
+__device__ __forceinline__ bool is_block(int format) { return format >= kQ8_0; }
+__device__ __forceinline__ BlockFormat block_format(int format) {
+  return {format == kQ8_0 ? 8 : format == kQ5_0 || format == kQ5_1 ? 5 : 4, format == kQ4_1 || format == kQ5_1};
+}
+
+// The numbers of iq4_nl.
+__device__ constexpr signed char kNumbersOfIQ4NL[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                                        1,    13,   25,  38,  53,  69,  89,  113};
+
+// A block of the lanes' numbers, by a warp.
+__device__ __forceinline__ void pack_block(int format, float x, unsigned char* block, int lane) {
+  const BlockFormat of = block_format(format);
+  Extremes e;
+  e.add(x);
+  e.join_lanes();
+  // Of equal ones the first is meant: zeros have signs.
+  const auto first = [&](bool is) {
+    const u32 lanes = __ballot_sync(0xffffffff, is);
+    const float found = __shfl_sync(0xffffffff, x, max(31 - __clz(lanes & -lanes), 0));
+    return lanes == 0 ? 0.0f : found;
+  };
+  const float largest = first(e.magnitude > 0 && fabsf(x) == e.magnitude);
+  const float low = first(x == e.min), high = first(x == e.max);
+  const int half = of.bits == 8 ? 0 : 1 << (of.bits - 1);
+  const float most = of.bits == 8 ? 127 : float((1 << of.bits) - 1);  // of codes
+  float scale = format == kIQ4NL   ? __fdiv_rn(largest, -127)
+                : of.has_low       ? __fdiv_rn(__fsub_rn(high, low), most)
+                : format == kQ8_0  ? __fdiv_rn(e.magnitude, 127)
+                                   : __fdiv_rn(largest, float(-half));
+  scale = e.nan ? nan_f32() : fminf(fmaxf(scale, -65504.0f), 65504.0f);
+  const float inverse = __fdiv_rn(1, scale);
+  const bool any = fabsf(inverse) < infinity();  // else all codes are that of 0
+  int code;
+  if (format == kIQ4NL) {
+    const float moved = any ? __fmul_rn(x, inverse) : 0;
+    code = 0;
+    for (int i = 1; i < 16; ++i)
+      if (fabsf(__fsub_rn(moved, kNumbersOfIQ4NL[i])) < fabsf(__fsub_rn(moved, kNumbersOfIQ4NL[code]))) code = i;
+    code = moved < -127 ? 0 : moved > 113 ? 15 : code;
+  } else if (of.has_low) {
+    const float moved = any ? rintf(__fmul_rn(__fsub_rn(x, low), inverse)) : 0;
+    code = int(fminf(fmaxf(moved, 0), most));
+  } else {
+    const float moved = any ? rintf(__fmul_rn(x, inverse)) : 0;
+    code = half + int(fminf(fmaxf(moved, half == 0 ? -most : float(-half)), half == 0 ? most : float(half - 1)));
+  }
+  const u32 header = scale_bits_f16(scale) | u32(scale_bits_f16(low)) << 16;
+  if (lane < of.header()) block[lane] = static_cast<unsigned char>(header >> 8 * lane);
+  const u32 highest = __ballot_sync(0xffffffff, code >> 4 & 1);
+  if (of.bits == 5 && lane < 4) block[of.header() + lane] = static_cast<unsigned char>(highest >> 8 * lane);
+  const int upper = __shfl_down_sync(0xffffffff, code, 16);
+  if (of.bits == 8)
+    block[of.codes() + lane] = static_cast<unsigned char>(code);
+  else if (lane < 16)
+    block[of.codes() + lane] = static_cast<unsigned char>((code & 15) | (upper & 15) << 4);
+}
+
+// The i-th number of a block.
+__device__ __forceinline__ float block_number(int format, const unsigned char* block, int i) {
+  const BlockFormat of = block_format(format);
+  const auto half_at = [&](int at) {
+    return half_to_float(static_cast<unsigned short>(block[at] | block[at + 1] << 8));
+  };
+  float code;
+  if (of.bits == 8) {
+    code = float(static_cast<signed char>(block[of.codes() + i]));
+  } else {
+    const int lower = block[of.codes() + i % 16] >> (i / 16 * 4) & 15;
+    const int raw = lower | (of.bits == 5 ? (block[of.header() + i / 8] >> (i % 8) & 1) << 4 : 0);
+    code = format == kIQ4NL ? float(kNumbersOfIQ4NL[raw]) : float(raw - (of.has_low ? 0 : 1 << (of.bits - 1)));
+  }
+  return __fadd_rn(__fmul_rn(half_at(0), code), of.has_low ? half_at(2) : 0);
+}
+
+// Bytes of so many codes.
+__device__ __forceinline__ long long codes_before(int format, long long numbers) {
+  if (is_block(format)) return numbers / 32 * block_format(format).bytes();
+  return format == kInt4 ? numbers / 2 : numbers;
+}
+
+// The i-th number of codes that are no blocks, but for its scale.
+__device__ __forceinline__ float code_number(int format, const unsigned char* codes, long long i) {
+  if (format == kE4M3) {  // not every GPU converts it
+    const u32 magnitude = codes[i] & 0x7f, sign = u32(codes[i] & 0x80) << 24;
+    const u32 number = __float_as_uint(__fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f));
+    return magnitude == 0x7f ? nan_f32() : __uint_as_float(sign | number);
+  }
+  if (format == kE5M2) return half_to_float(static_cast<unsigned short>(codes[i] << 8));
+  if (format == kInt8) return float(static_cast<signed char>(codes[i]));
+  const int code = codes[i / 2] >> (i % 2 * 4) & 15;
+  return float((code ^ 8) - 8);
+}
+
 // A head of a row becomes codes at its place, by a warp.
 template <Element kType>
 __device__ __forceinline__ void quantize_head(const AppendParams& p, const AppendRows& rows, const AppendToken& token,
                                               const AppendPlace& to, int head, int lane) {
   const AppendCodes& c = rows.codes;
   const AppendedNumbers<kType> numbers(p, rows, token, to.position, head);
+  const long long first = to.entry * rows.to_batch + to.row * rows.to_row + head * rows.to_head;
+  unsigned char* const codes = static_cast<unsigned char*>(rows.to) + codes_before(c.format, first);
+  if (is_block(c.format)) {
+    for (int column = 0; column < rows.dim; column += 32)
+      pack_block(c.format, numbers[column + lane], codes + codes_before(c.format, column), lane);
+    return;
+  }
   const bool four_bits = code_format(c.format).four_bits;
   const int columns = rows.dim / max_of(c.groups, 1);
-  const long long first = to.entry * rows.to_batch + to.row * rows.to_row + head * rows.to_head;
-  unsigned char* const codes = static_cast<unsigned char*>(rows.to) + (four_bits ? first / 2 : first);
-  const long long row = c.of_rows ? to.row : 0;
-  const long long entry = c.of_rows ? to.entry : token.b;
-  const auto place = [&](const AppendScales& t, int group) {
-    return entry * t.batch + row * t.row + head * t.head + group * t.group;
-  };
 #pragma unroll 1
   for (int group = 0; group < max_of(c.groups, 1); ++group) {
     const int begin = group * columns;
     GroupScale by = {1, 0};
-    if (c.groups > 0 && c.of_rows) {
+    if (c.groups > 0 && c.fits) {
       Extremes extremes;
       for (int i = lane; i < columns; i += 32) extremes.add(numbers[begin + i]);
       extremes.join_lanes();
       by = fitted_scale(c, extremes);
       if (lane == 0) {
-        write_scale(c.scale, place(c.scale, group), by.scale);
-        write_scale(c.zero_point, place(c.zero_point, group), by.zero_point);
+        write_scale(c.scale, scale_place(c, c.scale, token.b, to.entry, to.row, head, group), by.scale);
+        write_scale(c.zero_point, scale_place(c, c.zero_point, token.b, to.entry, to.row, head, group), by.zero_point);
       }
     } else if (c.groups > 0) {
-      by = {read_scale(c.scale, place(c.scale, 0), 1), read_scale(c.zero_point, place(c.zero_point, 0), 0)};
+      by = read_scales(c, token.b, to.entry, to.row, head, group);
     }
     const auto code = [&](int i) {
       const float x = numbers[begin + i];

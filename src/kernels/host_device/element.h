@@ -5,7 +5,11 @@
 namespace fulgur::kernels {
 
 // kBool: of masks and expressions, as integers and kF64 are.
-enum Element : int { kF16, kBF16, kF32, kF64, kI32, kI64, kBool, kE4M3 = 8, kE5M2, kInt8, kInt4 };
+enum Element : int {
+  kF16, kBF16, kF32, kF64, kI32, kI64, kBool,
+  kE4M3 = 8, kE5M2, kInt8, kInt4,
+  kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIQ4NL,  // blocks, of append and quantize alone
+};
 
 FULGUR_SHARED bool is_code(Element type) { return type >= kE4M3; }
 FULGUR_SHARED int bits_of(Element type) { return type == kF32 ? 32 : type == kInt4 ? 4 : is_code(type) ? 8 : 16; }

@@ -106,7 +106,7 @@ FIELD(fulgur_descales, v_zero_point, 40, 8);
 FIELD(fulgur_descales, k_format, 48, 8);
 FIELD(fulgur_descales, v_format, 56, 8);
 
-SIZE(fulgur_quantize_args, 56);
+SIZE(fulgur_quantize_args, 64);
 FIELD(fulgur_quantize_args, struct_size, 0, 8);
 FIELD(fulgur_quantize_args, x, 8, 8);
 FIELD(fulgur_quantize_args, codes, 16, 8);
@@ -114,6 +114,7 @@ FIELD(fulgur_quantize_args, scale, 24, 8);
 FIELD(fulgur_quantize_args, zero_point, 32, 8);
 FIELD(fulgur_quantize_args, format, 40, 8);
 FIELD(fulgur_quantize_args, static_scale, 48, 4);
+FIELD(fulgur_quantize_args, stream, 56, 8);
 
 SIZE(fulgur_tensor_binding, 32);
 FIELD(fulgur_tensor_binding, struct_size, 0, 8);
