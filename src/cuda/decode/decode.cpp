@@ -36,7 +36,16 @@ KernelUse combine_kernel(const DecodePlan& plan) {
 }
 
 CodeScales scales_of(const Scales& at) {
-  return {nullptr, element_of(at.dtype), at.of_rows, at.batch, at.row, at.head, at.group};
+  return {nullptr, element_of(at.dtype), at.of_rows, false, at.batch, at.row, at.head, at.group};
+}
+
+/// `count`: the scales of a key.
+void set_data(const ConstTensor& t, int count, CodeScales* scales) {
+  scales->data = t.data;
+  const int bytes = kernels::bytes_of(scales->type), piece = scale_piece(count * bytes);
+  const auto at = reinterpret_cast<intptr_t>(t.data);
+  scales->runs = piece > 0 && (count == 1 || scales->group == 1) &&
+                 (at | bytes * (scales->batch | scales->row | scales->head)) % piece == 0;
 }
 
 }  // namespace
@@ -88,10 +97,10 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, const Run& run
     encode_keys(inputs_[1].shape, p.k.data, &p.k_map);
     encode_keys(inputs_[2].shape, p.v.data, &p.v_map);
   }
-  p.k_scale.data = args.descales.k_descale.data;
-  p.v_scale.data = args.descales.v_descale.data;
-  p.k_zero_point.data = args.descales.k_zero_point.data;
-  p.v_zero_point.data = args.descales.v_zero_point.data;
+  set_data(args.descales.k_descale, plan_.k_scales, &p.k_scale);
+  set_data(args.descales.v_descale, plan_.v_scales, &p.v_scale);
+  set_data(args.descales.k_zero_point, plan_.k_scales, &p.k_zero_point);
+  set_data(args.descales.v_zero_point, plan_.v_scales, &p.v_zero_point);
   p.tickets = reinterpret_cast<int*>(workspace);
   p.partial = reinterpret_cast<float*>(workspace + at_.partial);
   return p;

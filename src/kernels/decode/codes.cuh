@@ -64,10 +64,15 @@ __device__ __forceinline__ void prepare_queries() {
 
 // ---- Scales ----
 
-// Two numbers of keys 2q and 2q + 1 of the `eight`-th eight keys of a tile; `number` as LaneLoader::load_scales says.
-__device__ __forceinline__ float2 scales_of_pair(u32 scales, int number, int eight) {
+// The numbers of keys 2q and 2q + 1 of the `eight`-th eight keys of a tile.
+template <int tensor>
+__device__ __forceinline__ float2 scales_of_pair(u32 scales, int eight, int group) {
+  const u32 at = scale_place<tensor>(scales, 8 * eight + int(thread_column()), group);
   float2 x;
-  load_shared_pair(scales + 4 * (number * kBlockKeys + 8 * eight + int(thread_column())), x.x, x.y);
+  if (scale_count(tensor) == 1)
+    load_shared_pair(at, x.x, x.y);
+  else
+    x = {__int_as_float(load_shared(at)), __int_as_float(load_shared(at + 4 * scale_count(tensor)))};
   return x;
 }
 
@@ -96,7 +101,7 @@ class WorkTileScales {
   __device__ __forceinline__ void add(float (&S)[kBlockKeys / 2], const float* products, int group, u32 scales) const {
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
-      const float2 k = kKScales > 0 ? scales_of_pair(scales, group, eight) : float2{1, 1};
+      const float2 k = kKScales > 0 ? scales_of_pair<kOfK>(scales, eight, group) : float2{1, 1};
 #pragma unroll
       for (int i = 0; i < 2 * kThreadRows; ++i) {
         const float scale = kKScales > 0 ? q_[i / 2] * (i % 2 ? k.y : k.x) : q_[i / 2];
@@ -115,7 +120,7 @@ class WorkTileScales {
     u32 large = 0;  // in the highest bit of a half: that a product is 2^14 or more, or none
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
-      const float2 v = scales_of_pair(scales, kKScales + group, eight);
+      const float2 v = scales_of_pair<kOfV>(scales, eight, group);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         u32& x = weighed[2 * eight + i];
@@ -149,7 +154,7 @@ class WorkTileScales {
     float largest[2] = {0, 0};
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
-      const float2 v = scales_of_pair(scales, kKScales + group, eight);
+      const float2 v = scales_of_pair<kOfV>(scales, eight, group);
 #pragma unroll
       for (int i = 0; i < kThreadRows; ++i) {
         float* const pair = x + 4 * eight + 2 * i;
@@ -224,8 +229,8 @@ __device__ __forceinline__ void multiply_codes(float (&S)[kBlockKeys / 2], u32 q
           u32 b[kOfHalf];
           CodesOfK::numbers(words[eight], b);
           if constexpr (kKZeroPoint) {
-            const int number = kKScales + kVScales + group, key = keys + 8 * eight + int(thread_row());
-            const float zero_point = __int_as_float(load_shared(scales + 4 * (number * kBlockKeys + key)));
+            const int key = keys + 8 * eight + int(thread_row());
+            const float zero_point = __int_as_float(load_shared(scale_place<kZeroOfK>(scales, key, group)));
             subtract(b, zero_point, zero_point);
           }
 #pragma unroll
@@ -265,8 +270,7 @@ __device__ __forceinline__ void multiply_value_codes(float (&O)[kValueDim / 2], 
           for (int i = 0; i < 2; ++i) {
             CodesOfV::numbers(words[half + i], b[i]);
             if constexpr (kVZeroPoint) {
-              const int number = kKScales * (1 + kKZeroPoint) + kVScales + group;
-              const float2 zero_points = scales_of_pair(scales, number, keys / 8 + half + i);
+              const float2 zero_points = scales_of_pair<kZeroOfV>(scales, keys / 8 + half + i, group);
               subtract(b[i], zero_points.x, zero_points.y);
             }
           }
@@ -291,19 +295,16 @@ struct CodedValues {
     return chunk / kOfPanel * (kBlockKeys * kVRowBytes) + chunk_place<kVRowBytes>(key, chunk % kOfPanel) +
            column % kColumns / (2 * CodesOfV::kOfHalf) * 4;
   }
-  // Scales and zero points of V: the number of the `i`-th.
+  // The `i`-th of the scales and zero points of V.
   enum : int { kNumbers = kVScales * (1 + kVZeroPoint) };
-  static __device__ __forceinline__ int number(int i) {
-    return i < kVScales ? kKScales + i : kKScales * (1 + kKZeroPoint) + i;
-  }
-  __device__ __forceinline__ u32 scale_place(int i, int key) const {
-    return scales + 4 * (number(i) * kBlockKeys + key);
+  __device__ __forceinline__ u32 scale_at(int i, int key) const {
+    return i < kVScales ? scale_place<kOfV>(scales, key, i) : scale_place<kZeroOfV>(scales, key, i - kVScales);
   }
   static __device__ __forceinline__ bool is_finite(int x) { return (x & 0x7f800000) != 0x7f800000; }
 
   __device__ __forceinline__ bool is_finite_key(int key, int lane) const {
     bool finite = true;
-    for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(load_shared(scale_place(i, key)));
+    for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(load_shared(scale_at(i, key)));
     for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf)
       finite = finite && CodesOfV::is_finite(load_shared(v + word_place(key, column)));
     return finite;
@@ -322,15 +323,15 @@ struct CodedValues {
     float number = in_word >= kOfHalf ? Half::high(pair) : Half::low(pair);
     if (kVScales > 0) {
       const int group = column / (kValueDim / max_of(kVScales, 1));
-      if (kVZeroPoint) number -= __int_as_float(load_shared(scale_place(kVScales + group, key)));
-      number *= __int_as_float(load_shared(scale_place(group, key)));
+      if (kVZeroPoint) number -= __int_as_float(load_shared(scale_at(kVScales + group, key)));
+      number *= __int_as_float(load_shared(scale_at(group, key)));
     }
     return is_finite(__float_as_int(number)) ? 0 : number;
   }
 
   __device__ __forceinline__ void clear(int key, int lane) const {
     for (int i = lane; i < kNumbers; i += 32)
-      if (!is_finite(load_shared(scale_place(i, key)))) store_shared(scale_place(i, key), 0);
+      if (!is_finite(load_shared(scale_at(i, key)))) store_shared(scale_at(i, key), 0);
     for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf) {
       const u32 at = v + word_place(key, column);
       store_shared(at, int(CodesOfV::finite(load_shared(at))));

@@ -15,6 +15,21 @@ enum : int {
   kRowsAtOnce = 32 / kRowLanes,
 };
 
+// The tensors of scales that a tile of codes has with it: so many numbers of a key each. In shared memory they follow
+// each other, and in each its keys.
+enum : int { kOfK, kOfV, kZeroOfK, kZeroOfV };
+__device__ constexpr int scale_count(int tensor) {
+  const int count = tensor % 2 == 0 ? kKScales : kVScales;
+  return tensor == kZeroOfK ? count * kKZeroPoint : tensor == kZeroOfV ? count * kVZeroPoint : count;
+}
+__device__ constexpr int scales_before(int tensor) {
+  return tensor == 0 ? 0 : scales_before(tensor - 1) + scale_count(tensor - 1);
+}
+template <int tensor>
+__device__ __forceinline__ u32 scale_place(u32 scales, int key, int group) {
+  return scales + 4 * (scales_before(tensor) * kBlockKeys + key * scale_count(tensor) + group);
+}
+
 // Where chunk `chunk` of a row of a panel lies whose rows have so many bytes.
 template <int row_bytes>
 __device__ __forceinline__ u32 chunk_place(u32 row, u32 chunk) {
@@ -64,13 +79,11 @@ class LaneLoader {
     kScaleKeys = (kBlockKeys / warps + 31) / 32,  // keys of a tile whose scales a lane loads
     kHalfBits = 4 * kScaleKeys,                   // that copy_scales returns
   };
-  // Starts the loads of the scales of this lane's keys of the tile; 0 where they are not there. Their order is that of a
-  // tile's scales: of K, of V, zero points of K, of V. A number of f16 comes in a word of 4 bytes: returns for which keys
-  // and tensors the first one is the upper half.
+  // Starts the loads of the scales of this lane's keys of the tile, as memory has them; 0 where they are not there.
+  // Returns for which keys and tensors a word of 4 bytes begins in the middle of one of memory.
   __device__ __forceinline__ u32 copy_scales(u32 to) const {
-    const WorkTile& tile = tiles_.work_tile();
-    const DecodeSequence& s = tile.sequence;
-    u32 upper_halves = 0;
+    const DecodeSequence& s = tiles_.work_tile().sequence;
+    u32 halves = 0;
 #pragma unroll
     for (int i = 0; i < kScaleKeys; ++i) {
       if (scale_key(i) < 0) continue;
@@ -78,35 +91,23 @@ class LaneLoader {
       const bool there = key < s.n.sk && (kPage == 0 || u32(scale_ids_[i]) < u32(p_.pages.entries));
       const long long entry = kPage > 0 ? scale_ids_[i] : kPackedK ? 0 : s.entry;
       const int row = kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
-      for_each_scale([&](int tensor, const CodeScales& t, int first, int count) __attribute__((always_inline)) {
-        const int bytes = t.type == kF32 ? 4 : 2;
-        const long long of_key = (t.of_rows ? entry : tile.batch) * t.batch + row * t.row + tile.head * t.head;
-        unsigned long long at = reinterpret_cast<unsigned long long>(t.data) + (there ? of_key * bytes : 0);
-        const long long step = there ? t.group * bytes : 0;
-        upper_halves |= (at >> 1 & 1) << (4 * i + tensor);
-#pragma unroll
-        for (int number = first; number < first + count; ++number, at += step)
-          async_copy4(to + 4 * (number * kBlockKeys + scale_key(i)), reinterpret_cast<const void*>(at & ~2ull),
-                      !there ? 0 : at & 2 ? 4 : bytes);
-      });
+      const KeyInMemory from = {scale_key(i), there, entry, row};
+      halves |= (copy_scales_of<kOfK>(p_.k_scale, from, to) | copy_scales_of<kOfV>(p_.v_scale, from, to) |
+                 copy_scales_of<kZeroOfK>(p_.k_zero_point, from, to) |
+                 copy_scales_of<kZeroOfV>(p_.v_zero_point, from, to))
+                << 4 * i;
     }
-    return upper_halves;
+    return halves;
   }
   // Those of f16 become f32, once the copies of this lane are there.
-  __device__ __forceinline__ void widen_scales(u32 upper_halves, u32 scales) const {
+  __device__ __forceinline__ void widen_scales(u32 halves, u32 scales) const {
 #pragma unroll
-    for (int i = 0; i < kScaleKeys; ++i) {
+    for (int i = 0; i < kScaleKeys; ++i, halves >>= 4) {
       if (scale_key(i) < 0) continue;
-      for_each_scale([&](int tensor, const CodeScales& t, int first, int count) __attribute__((always_inline)) {
-        if (t.type == kF32) return;
-        bool upper = upper_halves >> (4 * i + tensor) & 1;
-#pragma unroll
-        for (int number = first; number < first + count; ++number, upper ^= t.group & 1) {
-          const u32 at = scales + 4 * (number * kBlockKeys + scale_key(i));
-          const u32 word = load_shared(at);
-          store_shared(at, __float_as_int(upper ? Half::high(word) : Half::low(word)));
-        }
-      });
+      widen_scales_of<kOfK>(p_.k_scale, halves, scale_place<kOfK>(scales, scale_key(i), 0));
+      widen_scales_of<kOfV>(p_.v_scale, halves, scale_place<kOfV>(scales, scale_key(i), 0));
+      widen_scales_of<kZeroOfK>(p_.k_zero_point, halves, scale_place<kZeroOfK>(scales, scale_key(i), 0));
+      widen_scales_of<kZeroOfV>(p_.v_zero_point, halves, scale_place<kZeroOfV>(scales, scale_key(i), 0));
     }
   }
 
@@ -158,13 +159,67 @@ class LaneLoader {
     const int lane = threadIdx.x % 32;
     return kKeys >= 32 || lane < kKeys ? row_ / (kRowsAtOnce * kRows) * kKeys + 32 * i + lane : -1;
   }
-  // Calls use(number of the tensor, the tensor, its first number of a tile's scales, and how many it has).
-  template <class Use>
-  __device__ __forceinline__ void for_each_scale(const Use& use) const {
-    if constexpr (kKScales > 0) use(0, p_.k_scale, 0, kKScales);
-    if constexpr (kVScales > 0) use(1, p_.v_scale, kKScales, kVScales);
-    if constexpr (kKZeroPoint) use(2, p_.k_zero_point, kKScales + kVScales, kKScales);
-    if constexpr (kVZeroPoint) use(3, p_.v_zero_point, kKScales * (1 + kKZeroPoint) + kVScales, kVScales);
+  // Where memory has a key of a tile.
+  struct KeyInMemory {
+    int key;
+    bool there;
+    long long entry;
+    int row;
+  };
+
+  // A run comes as it is. Else each number has a word, a number of f16 the one of 4 bytes that it is a half of; returns
+  // the bit of the tensor where that is the upper half of the first one.
+  template <int tensor>
+  __device__ __forceinline__ u32 copy_scales_of(const CodeScales& t, const KeyInMemory& from, u32 to) const {
+    constexpr int kCount = scale_count(tensor);
+    if (kCount == 0) return 0;
+    const WorkTile& tile = tiles_.work_tile();
+    const int bytes = t.type == kF32 ? 4 : 2;
+    const long long first =
+        (t.of_rows ? from.entry : tile.batch) * t.batch + from.row * t.row + tile.head * t.head;
+    unsigned long long at = reinterpret_cast<unsigned long long>(t.data) + (from.there ? first * bytes : 0);
+    const u32 place = scale_place<tensor>(to, from.key, 0);
+    if (t.runs) {
+      if (t.type == kF32)
+        copy_run<4 * kCount>(place, at, from.there);
+      else
+        copy_run<2 * kCount>(place, at, from.there);
+      return 0;
+    }
+    const u32 upper = at >> 1 & 1;
+    const long long step = from.there ? t.group * bytes : 0;
+#pragma unroll
+    for (int group = 0; group < kCount; ++group, at += step)
+      async_copy4(place + 4 * group, reinterpret_cast<const void*>(at & ~2ull), !from.there ? 0 : at & 2 ? 4 : bytes);
+    return upper << tensor;
+  }
+  template <int bytes>
+  static __device__ __forceinline__ void copy_run(u32 to, unsigned long long at, bool there) {
+    constexpr int kPiece = max_of(scale_piece(bytes), 4);
+#pragma unroll
+    for (int i = 0; i < bytes / kPiece; ++i)
+      async_copy_piece<kPiece>(to + kPiece * i, reinterpret_cast<const void*>(at + kPiece * i), there);
+  }
+
+  template <int tensor>
+  __device__ __forceinline__ void widen_scales_of(const CodeScales& t, u32 halves, u32 place) const {
+    constexpr int kCount = scale_count(tensor);
+    if (kCount == 0 || t.type == kF32) return;
+    float x[max_of(kCount, 1)];
+    bool upper = !t.runs && (halves >> tensor & 1);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const u32 word = load_shared(place + 4 * (t.runs ? i / 2 : i));
+      x[i] = (t.runs ? i % 2 : upper) ? Half::high(word) : Half::low(word);
+      upper ^= t.group & 1;
+    }
+    if constexpr (kCount % 4 == 0) {
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) store_shared_four(place + 4 * i, x[i], x[i + 1], x[i + 2], x[i + 3]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) store_shared(place + 4 * i, __float_as_int(x[i]));
+    }
   }
 
   __device__ __forceinline__ bool is_there(int i) const {

@@ -48,11 +48,15 @@ struct DecodeMaps {
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
 };
 
+// Of a key's scales side by side so many bytes may be copied at once; 0: they are no words.
+FULGUR_SHARED int scale_piece(int bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
+
 // Scales of codes, or their zero points, f32 or f16; null: they are 1. Strides in elements.
 struct CodeScales {
   const void* data;
   fulgur::kernels::Element type;
   bool of_rows;  // lie as the rows of K or V do, else by sequence and kv head
+  bool runs;     // those of a key lie side by side, at a multiple of scale_piece(their bytes)
   long long batch, row, head, group;
 };
 

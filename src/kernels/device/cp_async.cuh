@@ -17,6 +17,14 @@ __device__ __forceinline__ void async_copy4(u32 shared, const void* from, u32 by
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
 }
 
+// `bytes` of 4, 8 or 16, which lie at a multiple of them; zeros if they are not `there`.
+template <int bytes>
+__device__ __forceinline__ void async_copy_piece(u32 shared, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(bytes),
+               "r"(there ? bytes : 0)
+               : "memory");
+}
+
 // Bytes of the 16 from column `column` on that a row of `dim` columns of `bits` has.
 __device__ __forceinline__ u32 bytes_of_chunk(int bits, int column, int dim) {
   const int columns = min(max(dim - column, 0), 128 / bits);
