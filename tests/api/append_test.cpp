@@ -158,13 +158,16 @@ class OneCall : public Append {
     ASSERT_TRUE(two.check());
     two.cached.run_forward();
     ASSERT_EQ(outputs(one.w), outputs(two.w));
-    fused_ += details(one).get<std::string>("append") == "by_attention_kernel";
+    const Details plan = details(one);
+    fused_ += plan.get<std::string>("append") == "by_attention_kernel";
+    decoded_ += engine() == "cuda" && plan.get<std::string>("kernel").ends_with("_decode");
     ASSERT_TRUE(one.check_rows());
     if (two.w.total_q == 0) return;
     ASSERT_TRUE(forward_is_right(two.w, expect_forward(two.w)));
   }
 
-  int fused_ = 0;  ///< calls of which one kernel did both
+  int fused_ = 0;    ///< calls of which one kernel did both
+  int decoded_ = 0;  ///< by the kernel of few rows
 
  private:
   Details details(const Appended& a) const {
@@ -234,8 +237,9 @@ TEST_P(OneCall, OfFewRows) {
       }
     }
   }
-  // Fewer in the emulator, on whose few SMs more calls have the dynamic schedule.
-  EXPECT_TRUE(engine() != "cuda" || fused_ > 20) << fused_;
+  // Fewer in the emulator, on whose few SMs more calls have the dynamic schedule. Of the portable
+  // kernels the one of many rows takes calls with so few keys, where SMs are many.
+  EXPECT_GE(2 * fused_, decoded_);
 }
 
 // Of a call that fails nothing is written, also where attention alone would refuse it.

@@ -731,7 +731,13 @@ TEST_F(Compile, EveryPortableDecodePlanIsClean) {
 }
 
 TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
-  const std::vector<Problem> all = backward_problems();
+  std::vector<Problem> all = backward_problems();
+  for (const int64_t d : {64, 128, 192, 256}) {  // CTAs share the q heads of a kv head
+    for (const Mask& mask : {full(), causal()}) {
+      all.push_back(backward_problem(
+          {.batch = 1, .sq = 8192, .sk = 512, .hq = 64, .hk = 1, .d = d, .mask = mask}));
+    }
+  }
   for (const Problem& problem : all) EXPECT_EQ(backward_rejects(problem), "");
   const auto tiles = [](const Problem& problem, const Card& card) {
     std::vector<std::string> rejected;

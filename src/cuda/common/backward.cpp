@@ -121,6 +121,7 @@ void set_problem(const Problem& p, AnyBackwardKey& key, AnyBackwardPlan& plan) {
   plan.dbias = p.has(Arg::kDbias);
   plan.dtensors = p.expressions.wants_gradients();
   plan.statistics_rows = statistics_rows(p);
+  plan.split_heads = static_cast<int>(p.group());
   const BackwardShapes maps = backward_shapes(p);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
@@ -137,6 +138,15 @@ void set_problem(const Problem& p, AnyBackwardKey& key, AnyBackwardPlan& plan) {
 }
 
 void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, Explanation& to) {
+  to.details.add("splits", plan.splits);
+  to.details.add("split_q_heads", plan.split_heads);
+  to.details.add("row_splits", plan.row_splits);
+  if (plan.reduces()) {
+    to.decisions.push_back(fmt::format(
+        "{} splits of each kv head, of {} q heads{}: a kernel adds their partial dK and dV",
+        plan.splits, plan.split_heads,
+        plan.row_splits > 1 ? fmt::format(" and one of {} ranges of rows", plan.row_splits) : ""));
+  }
   describe_copies({{"q", plan.copies_q},
                    {"k", plan.copies_k},
                    {"v", plan.copies_v},
@@ -211,7 +221,7 @@ KernelUse sinks_kernel(const AnyBackwardKey& of) {
 
 AnyBackwardWorkspace backward_workspace(const Problem& p, const AnyBackwardKey& key,
                                         const AnyBackwardPlan& plan, int64_t dq_semaphores,
-                                        Arena& arena) {
+                                        int64_t partial_keys, Arena& arena) {
   AnyBackwardWorkspace at;
   const int64_t rows = p.hq * plan.statistics_rows;
   at.zeroed = LaunchMemory::kZeroed;
@@ -219,6 +229,8 @@ AnyBackwardWorkspace backward_workspace(const Problem& p, const AnyBackwardKey& 
   at.delta = arena.take(rows * int64_t{sizeof(float)});
   at.dq_accum = arena.take(key.dq_accum_floats(rows) * int64_t{sizeof(float)});
   at.dq_semaphore = arena.take(dq_semaphores * int64_t{sizeof(int)});
+  at.partial_dk = arena.take(partial_keys * key.head_dim * int64_t{sizeof(float)});
+  at.partial_dv = arena.take(partial_keys * key.value_dim * int64_t{sizeof(float)});
   const BackwardShapes shapes = backward_shapes(p);
   at.copies = {arena.take(copied_bytes(shapes.q, plan.copies_q)),
                arena.take(copied_bytes(shapes.k, plan.copies_k)),
@@ -249,6 +261,10 @@ BackwardParams backward_params(const Problem& p, const AnyBackwardKey& key,
   to.p_scale = static_cast<float>(p_scale);
   to.batch = static_cast<int>(p.batch);
   to.statistics_rows = plan.statistics_rows;
+  to.splits = plan.splits;
+  to.split_heads = plan.split_heads;
+  to.row_splits = plan.row_splits;
+  to.row_split_tiles = std::max(ceil_div(ceil_div(p.sq, key.block_rows), plan.row_splits), 1);
   return to;
 }
 
@@ -350,6 +366,8 @@ BackwardParams BackwardPassExecutable::arguments(const BackwardArgs& args, const
   p.delta = reinterpret_cast<float*>(workspace + at_.delta);
   p.dq_accum = reinterpret_cast<float*>(workspace + at_.dq_accum);
   p.dq_semaphore = reinterpret_cast<int*>(workspace + at_.dq_semaphore);
+  p.partial_dk = reinterpret_cast<float*>(workspace + at_.partial_dk);
+  p.partial_dv = reinterpret_cast<float*>(workspace + at_.partial_dv);
   return p;
 }
 

@@ -64,11 +64,16 @@ struct AnyBackwardPlan {
   bool dbias = false;       ///< that of the bias is
   bool dtensors = false;    ///< those of tensors that score_mod indexes are
   int statistics_rows = 0;  ///< of a q head
+  /// A kv head is computed in `splits` splits by different CTAs. Each has split_heads q heads of
+  /// the group; row_splits of them have the same q heads and different rows.
+  int splits = 1, split_heads = 1, row_splits = 1;
   bool operator==(const AnyBackwardPlan&) const = default;
 
   bool copies() const {
     return !(copies_q + copies_k + copies_v + copies_dout + copies_bias).empty();
   }
+  /// Whether a kernel adds partial dK and dV of splits.
+  bool reduces() const { return splits > 1; }
 };
 
 /// Where things begin in the workspace of any plan, in bytes, after the counters. All 0 where
@@ -76,19 +81,21 @@ struct AnyBackwardPlan {
 struct AnyBackwardWorkspace : CallWorkspace {
   int64_t shift = 0, delta = 0;            ///< statistics of rows
   int64_t dq_accum = 0, dq_semaphore = 0;  ///< of plans that accumulate dQ
+  int64_t partial_dk = 0, partial_dv = 0;  ///< for later CTAs, or reduction
   std::array<int64_t, 5> copies{};         ///< of q, k, v, dout and the bias
 };
-/// Takes all of it but the numbers of the host, with so many semaphores of dQ.
+/// Takes all of it but the numbers of the host, with so many semaphores of dQ, and partial dK and
+/// dV of so many keys.
 AnyBackwardWorkspace backward_workspace(const Problem& problem, const AnyBackwardKey& key,
                                         const AnyBackwardPlan& plan, int64_t dq_semaphores,
-                                        Arena& arena);
+                                        int64_t partial_keys, Arena& arena);
 
 /// Why no kernels compute a backward problem; empty where they do.
 std::string backward_rejects(const Problem& problem);
 
 void set_problem(const Problem& problem, AnyBackwardKey& key, AnyBackwardPlan& plan);
 
-/// Adds to a plan what both have of it: copies, dsinks, how gradients are stored.
+/// Adds to a plan what both have of it: splits, copies, dsinks, how gradients are stored.
 void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, Explanation& to);
 
 /// The kernels of kernels/backward/, with the fields of a key that their text depends on.

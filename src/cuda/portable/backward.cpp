@@ -24,6 +24,21 @@ KernelUse keys_kernel(const BackwardPlan& plan) {
           plan.shared_bytes};
 }
 
+/// dK and dV of splits.
+KernelUse reduce_kernel(const BackwardPlan& plan) {
+  BackwardKey key;
+  key.dtypes = plan.dtypes;
+  key.head_dim = plan.head_dim;
+  key.value_dim = plan.value_dim;
+  key.block_keys = plan.block_keys;
+  key.has_right = plan.repairs();  // either bound has the same text
+  key.packed = plan.packed;
+  key.f32_key_gradients = plan.f32_key_gradients;
+  key.elements = plan.elements;
+  key.splits_heads = true;
+  return {{"portable/backward/reduce.cu", kernel_config(key)}, "fulgur_portable_reduce", 0};
+}
+
 /// Of kernels whose tiles are 64 queries and 64 keys, whatever those of the kernel by keys are.
 BackwardKey key_of_tiles(const BackwardPlan& plan) {
   BackwardKey key;
@@ -53,6 +68,7 @@ BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan)};
+  if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   add_backward_kernels(plan, plan, kRounds, bias_gradient_kernel(plan), kernels);
   if (plan.dtensors)
     std::ranges::move(expression_gradient_kernels(key_of_tiles(plan)), std::back_inserter(kernels));
@@ -68,12 +84,10 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;
   params_.key_blocks = plan_.key_blocks;
-  params_.splits = params_.row_splits = 1;
-  params_.split_heads = params_.group;
-  params_.row_split_tiles = std::max(ceil_div(problem.sq, plan_.block_rows), 1);
   for (size_t i = 0; i < inputs_.size(); ++i)
     params_.*kInputs[i] = strided(inputs_[i].shape.strides);
   keys_ = gpu.kernel(keys_kernel(plan_)).function;
+  if (plan_.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan_)).function;
   tensor_gradients_ = ExpressionGradients(problem, key_of_tiles(plan_), gpu);
 }
 
@@ -86,6 +100,12 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
   if (plan_.ctas() > 0) {
     cuda::launch(stream, keys_, &p, {static_cast<int>(plan_.ctas())}, plan_.threads(),
                  plan_.shared_bytes, "launching the backward kernel by keys");
+  }
+  if (reduce_ != nullptr) {
+    constexpr int kThreads = 256, kBlocks = 8, kMaxGridY = 65535;  // blocks an SM
+    const int heads = std::clamp(p.batch * (p.hq / p.group), 1, kMaxGridY);
+    cuda::launch(stream, reduce_, &p, {ceil_div(kBlocks * gpu_.sms(), heads), heads}, kThreads, 0,
+                 "launching the kernel that reduces dK and dV");
   }
   row_kernels_.launch_last(stream, p);
   launch_bias_gradient(stream, p);

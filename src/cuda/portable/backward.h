@@ -23,7 +23,7 @@ class BackwardExecutable final : public BackwardPassExecutable {
   BackwardPlan plan_;
   BackwardWorkspace at_;
   ExpressionGradients tensor_gradients_;
-  CUfunction keys_ = nullptr;
+  CUfunction keys_ = nullptr, reduce_ = nullptr;
 };
 
 using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, backward_kernels>;

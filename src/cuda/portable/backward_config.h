@@ -14,6 +14,7 @@ struct BackwardKey : AnyBackwardKey {
   bool whole_columns = false;    ///< d and dv are head_dim and value_dim
   bool stores_matrices = false;  ///< P and dS are stored by matrices
   bool whole_heads = false;      ///< a CTA has all key blocks of a kv head (FlashAttention)
+  bool splits_heads = false;     ///< several CTAs share the q heads of a key block
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -24,6 +25,7 @@ struct BackwardKey : AnyBackwardKey {
     f("kWholeColumns", whole_columns);
     f("kStoresMatrices", stores_matrices);
     f("kWholeHeads", whole_heads);
+    f("kSplits", splits_heads);
   }
   bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 

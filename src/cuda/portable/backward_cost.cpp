@@ -16,6 +16,8 @@ constexpr double kGradients = 9, kOfTransform = 8, kOfBias = 12, kOfDropout = 14
 constexpr double kBarrierCycles = 120;  // of each barrier of a step
 constexpr double kBlockCycles = 4000;   // K and V on their way in, dK and dV on their way out
 constexpr double kWaitForOrder = 1.08;  // where key blocks add in order
+constexpr double kReduceLaunchCycles = 6000;
+constexpr double kReduceBytes = 10;  // for each element of a partial dK or dV
 
 /// Cycles of a CTA at a step.
 double step_cycles(const BackwardPlan& plan, const Card& card) {
@@ -39,6 +41,13 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
   return longest + kNotHidden * others + kBarrierCycles * barriers;
 }
 
+/// Cycles in which partial dK and dV of splits are written, and a kernel adds them.
+double reduce_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
+  if (!plan.reduces()) return 0;
+  const auto elements = static_cast<double>(p.batch * p.hk * plan.splits * p.sk * (p.d + p.dv));
+  return kReduceLaunchCycles + kReduceBytes * elements / card.bytes_per_cycle;
+}
+
 }  // namespace
 
 double predicted_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
@@ -49,14 +58,14 @@ double predicted_cycles(const BackwardPlan& plan, const Problem& p, const Card& 
   for (int block = 0; block < plan.key_blocks.blocks; ++block) {
     const kernels::RowTiles tiles = kernels::row_tiles(band, longest, plan.block_rows,
                                                        block * plan.block_keys, plan.block_keys);
-    const double cycles = kBlockCycles + step * static_cast<double>(tiles.end - tiles.begin) *
-                                             static_cast<double>(p.group());
+    const double cycles =
+        kBlockCycles + step * static_cast<double>(tiles.end - tiles.begin) * plan.split_heads;
     all += cycles;
     longest_block = std::max(longest_block, cycles);
   }
   const double busy = all * plan.key_blocks.batch_heads / card.sms + longest_block / 4;
   const double factor = plan.dq_method == DqMethod::kOrdered ? kWaitForOrder : 1;
-  return factor * std::max(longest_block, busy);
+  return factor * std::max(longest_block, busy) + reduce_cycles(plan, p, card);
 }
 
 }  // namespace fulgur::cuda::portable

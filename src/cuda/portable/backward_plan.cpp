@@ -25,6 +25,7 @@ constexpr BackwardTile kBackwardTiles[] = {
     {192, 256, 64, 64, 4, true}, {192, 256, 32, 64, 4, true}, {192, 256, 32, 32, 2, true},
 };
 constexpr int kMaxStages = 3;
+constexpr int kFewKeyBlocks = 4;  // an SM: more keep SMs busy to the end without splits
 
 /// Bits that no order of additions changes are wanted where calls are deterministic, and where they
 /// do not depend on the batch. Of whole heads one CTA adds, in order.
@@ -55,7 +56,7 @@ BackwardPlan plan_of(const Problem& p, const Card& card) {
 kernels::BlockSchedule schedule(const Problem& p, const BackwardPlan& plan, int sms) {
   kernels::BlockSchedule blocks{};
   blocks.blocks = ceil_div(p.sk, plan.block_keys);
-  blocks.batch_heads = static_cast<int>(p.batch * p.hk);
+  blocks.batch_heads = static_cast<int>(p.batch * p.hk) * plan.splits;
   constexpr int kOrderedBlocks = 8;  // of an SM
   const int ctas = plan.dq_method == DqMethod::kOrdered ? kOrderedBlocks * sms : sms;
   blocks.section_heads =
@@ -85,6 +86,31 @@ double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
   return predicted_cycles(other, sequences, card);
 }
 
+/// Divides the q heads of a group among as many CTAs as make the call shortest, where there are few
+/// kv heads and keys. Of invariant calls one CTA has all of them: the order of a sum over splits,
+/// and with it its last bits, would depend on the batch. Returns the cycles.
+double divide_heads(BackwardPlan& plan, const Problem& p, const Card& card) {
+  plan.key_blocks = schedule(p, plan, card.sms);
+  double cycles = predict(plan, p, card);
+  const bool few = int64_t{plan.key_blocks.blocks} * plan.key_blocks.batch_heads <
+                   int64_t{kFewKeyBlocks} * card.sms;
+  if (p.invariant || plan.whole_heads || !few) return cycles;
+  const int group = static_cast<int>(p.group());
+  for (int splits = 2; splits <= group; ++splits) {
+    if (group % splits != 0) continue;
+    BackwardPlan divided = plan;
+    divided.splits = splits;
+    divided.split_heads = group / splits;
+    divided.splits_heads = true;
+    divided.key_blocks = schedule(p, divided, card.sms);
+    const double predicted = predict(divided, p, card);
+    if (predicted >= cycles || !p.has_room(workspace_of(p, divided).end)) continue;
+    plan = divided;
+    cycles = predicted;
+  }
+  return cycles;
+}
+
 }  // namespace
 
 TileId BackwardPlan::tile() const {
@@ -100,7 +126,9 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   Arena arena(LaunchMemory::kZeroed);
   const int64_t rows = p.hq * plan.statistics_rows;
   const int64_t semaphores = plan.dq_method == DqMethod::kOrdered ? rows / plan.block_rows : 0;
-  BackwardWorkspace at{backward_workspace(p, plan, plan, semaphores, arena)};
+  const int64_t keys = int64_t{plan.key_blocks.blocks} * plan.block_keys;
+  const int64_t partial_keys = plan.reduces() ? p.batch * p.hk * plan.splits * keys : 0;
+  BackwardWorkspace at{backward_workspace(p, plan, plan, semaphores, partial_keys, arena)};
   at.tensor_sums = arena.take(ExpressionGradients::bytes(p));
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
@@ -124,8 +152,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
                                       card.shared_bytes));
       continue;
     }
-    t.plan.key_blocks = schedule(p, t.plan, card.sms);
-    t.cycles = predict(t.plan, p, card);
+    t.cycles = divide_heads(t.plan, p, card);
     tiles.push_back(std::move(t));
   }
   return tiles;

@@ -103,11 +103,6 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;
   params_.score_tiles = plan_.score_tiles;
-  params_.splits = plan_.splits;
-  params_.split_heads = plan_.split_heads;
-  params_.row_splits = plan_.row_splits;
-  params_.row_split_tiles =
-      std::max(ceil_div(ceil_div(problem.sq, plan_.block_rows), plan_.row_splits), 1);
   params_.cut_blocks = plan_.cut_blocks;
   params_.first_partial = plan_.first_cut_head;
   keys_ = gpu.kernel(keys_kernel(plan_)).function;
@@ -122,8 +117,6 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.dq_additions = reinterpret_cast<int*>(workspace + at_.dq_additions);
   p.zeros = reinterpret_cast<unsigned char*>(workspace + at_.zeros);
   p.ds = reinterpret_cast<unsigned char*>(workspace + at_.ds);
-  p.partial_dk = reinterpret_cast<float*>(workspace + at_.partial_dk);
-  p.partial_dv = reinterpret_cast<float*>(workspace + at_.partial_dv);
   p.first_parts = reinterpret_cast<int*>(workspace + at_.first_parts);
   constexpr TensorMapBlob BackwardParams::*kMaps[] = {
       &BackwardParams::q_map, &BackwardParams::k_map, &BackwardParams::v_map,

@@ -57,17 +57,8 @@ void describe_dq(const BackwardPlan& plan, Explanation& e) {
       plan.ds_bytes));
 }
 
-void describe_splits(const BackwardPlan& plan, Explanation& e) {
-  e.details.add("splits", plan.splits);
-  e.details.add("split_q_heads", plan.split_heads);
-  e.details.add("row_splits", plan.row_splits);
+void describe_cuts(const BackwardPlan& plan, Explanation& e) {
   e.details.add("cut_k_blocks", plan.cut_blocks);
-  if (plan.reduces()) {
-    e.decisions.push_back(fmt::format(
-        "{} splits of each kv head, of {} q heads{}: a kernel adds their partial dK and dV",
-        plan.splits, plan.split_heads,
-        plan.row_splits > 1 ? fmt::format(" and one of {} ranges of rows", plan.row_splits) : ""));
-  }
   if (plan.cut_blocks > 0) {
     e.decisions.push_back(fmt::format(
         "the last {} key blocks are two work tiles each, of which the first is taken before all "
@@ -120,17 +111,15 @@ int64_t BackwardPlan::dq_additions(int64_t hq) const {
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
-  Arena arena(LaunchMemory::kZeroed);
-  BackwardWorkspace at{backward_workspace(p, plan, plan, plan.dq_semaphores(p.hq), arena)};
-  at.dq_additions = arena.take(plan.dq_additions(p.hq) * int64_t{sizeof(int)});
-  at.zeros = arena.take(plan.accumulates_dq() ? 0 : kernels::kDsTileBytes);
-  at.ds = arena.take(plan.ds_bytes);
   const bool has_partials = plan.splits_rows || plan.reduces() || plan.cut_blocks > 0;
   const int64_t heads = p.batch * p.hk * plan.splits - plan.first_cut_head;
   const int64_t blocks = has_partials ? heads * ceil_div(p.sk, plan.block_keys) : 0;
-  const int64_t column_bytes = blocks * plan.block_keys * int64_t{sizeof(float)};
-  at.partial_dk = arena.take(column_bytes * plan.head_dim);
-  at.partial_dv = arena.take(column_bytes * plan.value_dim);
+  Arena arena(LaunchMemory::kZeroed);
+  BackwardWorkspace at{
+      backward_workspace(p, plan, plan, plan.dq_semaphores(p.hq), blocks * plan.block_keys, arena)};
+  at.dq_additions = arena.take(plan.dq_additions(p.hq) * int64_t{sizeof(int)});
+  at.zeros = arena.take(plan.accumulates_dq() ? 0 : kernels::kDsTileBytes);
+  at.ds = arena.take(plan.ds_bytes);
   at.first_parts = arena.take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
@@ -158,7 +147,7 @@ Explanation describe(const BackwardPlan& plan) {
                                     plan.q_stages, plan.o_stages, plan.ds_stages,
                                     plan.keys_shared_bytes));
   describe_dq(plan, e);
-  describe_splits(plan, e);
+  describe_cuts(plan, e);
   describe_backward(plan, plan, e);
   return e;
 }

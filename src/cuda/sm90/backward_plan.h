@@ -66,9 +66,6 @@ struct BackwardLaunch {
   kernels::ScoreTiles score_tiles{};
   std::vector<BackwardWave> waves;
   int64_t ds_bytes = 0;  ///< of the largest wave
-  /// A kv head is computed in `splits` splits by different CTAs. Each has split_heads q heads of
-  /// the group; row_splits of them have the same q heads and different rows.
-  int splits = 1, split_heads = 1, row_splits = 1;
   /// Whether waves split the rows of a sequence, so that partial dK and dV pass from one to the
   /// next.
   bool splits_rows = false;
@@ -89,17 +86,13 @@ struct BackwardPlan : BackwardKey, BackwardLaunch, AnyBackwardPlan {
   int threads() const { return 128 * (consumers + 1 + accumulates_dq()); }  ///< of the keys' kernel
   int64_t dq_semaphores(int64_t hq) const;
   int64_t dq_additions(int64_t hq) const;
-  /// Whether a kernel adds partial dK and dV of splits after all waves.
-  bool reduces() const { return splits > 1; }
 };
 
 /// Where things begin in the workspace, in bytes.
 struct BackwardWorkspace : AnyBackwardWorkspace {
   int64_t dq_additions = 0;   ///< of plans that accumulate dQ
   int64_t zeros = 0, ds = 0;  ///< of plans that store dS
-  int64_t partial_dk = 0,
-          partial_dv = 0;   ///< for later waves, second parts of blocks, or reduction
-  int64_t first_parts = 0;  ///< counts warps that have stored those of first parts
+  int64_t first_parts = 0;    ///< counts warps that have stored those of first parts
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 

@@ -15,6 +15,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
+#include <map>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -29,6 +32,8 @@ using fulgur::test::FakeUserObject;
 FakeState state;
 thread_local void* current = nullptr;
 thread_local int capture_mode = 0;  // global
+std::mutex allocating;
+std::map<uintptr_t, size_t> allocations;  // bytes by address
 
 /// Memory that another process may open, and what is opened here: addresses that only copies take.
 struct Exported {
@@ -50,6 +55,13 @@ int number(const char* name, int otherwise) {
 }  // namespace
 
 namespace fulgur::test {
+
+bool is_allocated(const void* at) {
+  const auto place = reinterpret_cast<uintptr_t>(at);
+  const std::scoped_lock lock(allocating);
+  const auto after = allocations.upper_bound(place);
+  return after != allocations.begin() && place - std::prev(after)->first < std::prev(after)->second;
+}
 
 int fake_capability() { return number("FAKE_CUDA_CAPABILITY", 90); }
 
@@ -132,10 +144,16 @@ int cuMemAlloc_v2(unsigned long long* pointer, size_t bytes) {
   fulgur::test::unsafe_in_capture();
   ++state.allocated;
   *pointer = reinterpret_cast<uintptr_t>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  const std::scoped_lock lock(allocating);
+  allocations[*pointer] = bytes;
   return *pointer == 0 ? 2 : 0;
 }
 int cuMemFree_v2(unsigned long long pointer) {
   ++state.freed;
+  {
+    const std::scoped_lock lock(allocating);
+    allocations.erase(pointer);
+  }
   std::free(reinterpret_cast<void*>(pointer));
   return 0;
 }

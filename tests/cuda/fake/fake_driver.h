@@ -42,6 +42,9 @@ inline bool starts_early(const cuda::CUlaunchConfig& config) {
   });
 }
 
+/// Whether memory that the driver has allocated lies there.
+bool is_allocated(const void* at);
+
 /// What a graph holds until it is destroyed.
 struct FakeUserObject {
   void* data;

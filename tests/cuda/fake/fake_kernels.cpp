@@ -40,6 +40,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_portable_forward", sizeof(PortableForwardParams)},
     {"fulgur_portable_backward", sizeof(BackwardParams)},
     {"fulgur_portable_bias_gradient", sizeof(BackwardParams)},
+    {"fulgur_portable_reduce", sizeof(BackwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more
     {"fulgur_decode_combine", sizeof(DecodeAppendParams)},
     {"fulgur_forward_copy", sizeof(ForwardCopyParams)},

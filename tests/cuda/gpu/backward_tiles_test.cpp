@@ -1,11 +1,13 @@
 // The backward pass of the case list by every tile, of which the cost model takes one by the shape:
 // dQ accumulated atomically and in order, and from stored dS.
 #include "call/make_problem.h"
+#include "cuda/portable/backward.h"
 #include "cuda/sm90/backward_candidates.h"
 #include "every_tile.h"
 
 namespace fulgur::test {
 
+namespace portable = cuda::portable;
 namespace sm90 = cuda::sm90;
 namespace {
 
@@ -73,6 +75,59 @@ TEST_F(BackwardSplits, WholeAndSplitKvHeads) {
   }
   EXPECT_TRUE(seen.contains("sm90_backward_atomic split by rows"));
   EXPECT_TRUE(seen.contains("sm90_backward_ordered split by rows"));
+}
+
+// The portable kernels where CTAs share the q heads of a kv head: each tile, planned for so many
+// SMs that it pays. In a fixed order of additions the bits are the same in every run.
+TEST_F(BackwardSplits, PortableKernelsShareQHeads) {
+  const Case shape{.dtype = DType::kBF16, .batch = 1, .sq = 500, .sk = 200, .hq = 4, .hk = 1};
+  std::vector<Case> cases(3, shape);
+  cases[0].mask = causal();
+  cases[0].dropout = 0.1;
+  cases[1].dtype = DType::kF16;
+  cases[1].batch = 2;
+  cases[1].hq = 12;
+  cases[1].hk = 2;
+  cases[1].d = cases[1].dv = 128;
+  cases[1].layout = Layout::kPacked;
+  cases[1].mask = window(300, 20);
+  cases[2].d = 50;
+  cases[2].dv = 80;
+  cases[2].seqused = cases[2].seqused_q = true;
+  cases[2].dlse = true;
+  cuda::Gpu& gpu = cuda::Gpu::at(0);
+  cuda::Card card = cuda::card_of(gpu);
+  card.sms = 132;
+  for (const bool deterministic : {false, true}) {
+    for (const Case& c : cases) {
+      SCOPED_TRACE(c.name());
+      Workload w(c, c.seed());
+      w.options.engine = "cuda";
+      w.options.deterministic = deterministic;
+      const Expected expected = expect(w);
+      EngineMemory memory("cuda");
+      const BackwardArgs args = memory.at(w.backward);
+      const Problem problem = make_problem(args, memory.options(w.backward, w.options));
+      std::vector<std::string> rejected;
+      for (const auto& tile : portable::backward_candidates(problem, card, &rejected)) {
+        EXPECT_GT(tile.plan.splits, 1) << tile.plan.tile().text();
+        const auto executable = portable::BackwardCandidate(problem, tile).executable(gpu, {});
+        const auto gradients = [&] {
+          w.seal();
+          w.run_forward();
+          memory.send();
+          executable->run(&args, w.run_options);
+          memory.bring_back();
+          EXPECT_TRUE(w.check_memory());
+          EXPECT_TRUE(backward_is_right(w, expected)) << tile.plan.tile().text();
+          return std::array{bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
+        };
+        const auto first = gradients();
+        if (!deterministic) continue;
+        EXPECT_EQ(gradients(), first) << tile.plan.tile().text();
+      }
+    }
+  }
 }
 
 constexpr int kFew = 3;  // SMs that calls with cut blocks are planned for

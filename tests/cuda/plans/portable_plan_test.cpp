@@ -83,7 +83,8 @@ TEST(PortableBackwardPlan, EveryCardHasTilesThatFit) {
         for (const auto& [plan, cycles, tuned_only] : tiles) {
           EXPECT_LE(plan.shared_bytes, card.shared_bytes);
           EXPECT_GE(plan.key_blocks.blocks * plan.block_keys, 900);
-          EXPECT_EQ(plan.key_blocks.batch_heads, p.batch * p.hk);
+          EXPECT_EQ(plan.key_blocks.batch_heads, p.batch * p.hk * plan.splits);
+          EXPECT_EQ(plan.splits * plan.split_heads, p.group());
           EXPECT_EQ(plan.dq_by_fours, card.capability >= 90);
           EXPECT_GT(cycles, 0);
           EXPECT_TRUE(names.insert(plan.tile().text()).second);
@@ -128,6 +129,31 @@ TEST(PortableBackwardPlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
     }
   }
   EXPECT_EQ(tiles.size(), 1u);
+}
+
+// Few kv heads and keys are too few CTAs for a card: several share the q heads of a group then,
+// where the workspace has room for their partial dK and dV.
+TEST(PortableBackwardPlan, SharesQHeadsWhereThereAreFewKeyBlocks) {
+  const auto splits = [](test::ForwardShape shape, bool deterministic = false) {
+    const Problem p = backward_problem(shape, {.deterministic = deterministic});
+    std::vector<std::string> rejected;
+    const BackwardPlan plan = backward_candidates(p, card_called("h200"), &rejected).at(0).plan;
+    EXPECT_EQ(plan.reduces(), plan.splits_heads);
+    EXPECT_EQ(workspace_of(p, plan).partial_dv > workspace_of(p, plan).partial_dk, plan.reduces());
+    return plan.splits;
+  };
+  const test::ForwardShape few{.batch = 1, .sq = 4096, .sk = 4096, .hq = 32, .hk = 1};
+  test::ForwardShape many = few, invariant = few, tight = few, heads = few;
+  many.batch = 32;
+  invariant.invariant = true;
+  tight.max_workspace = 1;
+  heads.hk = 32;
+  EXPECT_GE(splits(few), 4);
+  EXPECT_GE(splits(few, /*deterministic=*/true), 4);
+  EXPECT_EQ(splits(many), 1);
+  EXPECT_EQ(splits(invariant), 1);
+  EXPECT_EQ(splits(tight), 1);
+  EXPECT_EQ(splits(heads), 1);
 }
 
 // The bits of a sequence depend on its tile.

@@ -4,11 +4,13 @@
 // A CTA has a key block of Bc keys, whose K and V stay in shared memory and whose dK and dV stay in registers. Its
 // steps are the tiles of Br rows that see them, of which Q, dO and the statistics pass through shared memory. dQ is
 // added to dq_accum in f32, which backward/round.cu rounds; with kOrderedDq in the order of the key blocks, by a
-// semaphore of each row tile. With kWholeHeads a CTA has all key blocks of a kv head, one after another, as in
+// semaphore of each row tile. With kSplits several CTAs share the q heads of a key block, and reduce.cu adds their dK and
+// dV. With kWholeHeads a CTA has all key blocks of a kv head, one after another, as in
 // FlashAttention (2022), algorithm 4. docs/kernels/portable.md derives the tiles.
 #include "attention/dropout.cuh"
 #include "device/score.cuh"
 #include "device/semaphore.cuh"
+#include "portable/backward/partials.cuh"
 #include "portable/backward/products.cuh"
 
 // The key block of this CTA. With kOrderedDq CTAs take them in the order in which they start, so that those that have
@@ -21,9 +23,11 @@ __device__ __forceinline__ Keys keys_of_cta(const BackwardParams& p, u32 smem) {
     number = uniform(load_shared(smem + kLayout.number));
   }
   const BlockOfHead at = block_of(p.key_blocks, number);
+  const int splits = kSplits ? p.splits : 1;
   const int heads = p.hq / p.group;
-  const int batch = at.batch_head / heads;
-  return {at.block, at.batch_head - batch * heads, batch, lengths_of(p, batch)};
+  const int head_of_all = at.batch_head / splits;
+  const int batch = head_of_all / heads;
+  return {at.block, head_of_all - batch * heads, batch, lengths_of(p, batch), at.batch_head - head_of_all * splits};
 }
 
 // P^T and dS^T of a warp in a step, from S^T in S and, but for dropout, dP^T - D in X.
@@ -197,6 +201,23 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& p, const K
   finite.report(p.not_finite);
 }
 
+// The same in f32 for reduce.cu, of a split.
+template <int dim>
+__device__ __forceinline__ void store_partial(const BackwardParams& p, const Keys& keys, const Part& part,
+                                              const float (&G)[kKeyTiles][8 * units_of(dim)], float* partial) {
+  const int quad = threadIdx.x % 4;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t) {
+    float* const row = partial_row<dim>(p, partial, keys.batch, keys.head, keys.split,
+                                        keys.first() + part.key + 16 * t + int(thread_row()));
+#pragma unroll
+    for (int i = 0; i < 8 * units_of(dim); i += 2) {
+      const int column = i / 8 * 32 + 16 * part.half + i / 4 % 2 * 8 + 2 * quad;
+      if (column < dim) *reinterpret_cast<float2*>(row + i / 2 % 2 * 8 * dim + column) = {G[t][i], G[t][i + 1]};
+    }
+  }
+}
+
 // The thread that passes semaphores on: of another warp than the one that waits for them.
 enum : int { kReleases = kThreads - 32 };
 
@@ -291,8 +312,13 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     __syncthreads();
     if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
   }
-  store_gradients<ElementDk, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
-  store_gradients<ElementDv, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
+  if constexpr (kSplits != 0) {
+    store_partial<kHeadDim>(p, keys, part, dK, p.partial_dk);
+    store_partial<kValueDim>(p, keys, part, dV, p.partial_dv);
+  } else {
+    store_gradients<ElementDk, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
+    store_gradients<ElementDv, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(kThreads, 1)

@@ -15,12 +15,14 @@
 //   kDqByFours      1: four sums of dQ are added at once, where the target can (red.v4)
 //   kStoresMatrices 1: P and dS are stored by matrices, where the target can (stmatrix)
 //   kEarlyStarts, kRoundsDq    0
+//   kWholeHeads     1: a CTA has all key blocks of a kv head, one after another
+//   kSplits         1: several CTAs share the q heads of a key block, and reduce.cu adds their dK and dV
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked, kSeqUsedQ,
 //   kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
 //   kHasDlse, kElements    as in backward/params.h
 //
-// A launch is a CTA of 64 * kKeyWarps threads for each key block.
+// A launch is a CTA of 64 * kKeyWarps threads for each key block, or for each split of it or kv head.
 #pragma once
 #include "host_device/element.h"
 

@@ -32,21 +32,23 @@ __device__ __forceinline__ Part part_of_warp() {
   return {warp / 2 * kWarpKeys, warp % 2, warp / 2};
 }
 
-// A key block with the sequence and the kv head that it belongs to.
+// A key block with the sequence and the kv head that it belongs to, and which split of its q heads, kSplits.
 struct Keys {
   int block, head, batch;
   Lengths n;
+  int split;
   __device__ __forceinline__ int first() const { return block * kBlockKeys; }
 };
 
-// The steps of a key block: for each row tile that sees some of its keys, all q heads of the group. With a right bound
+// The steps of a key block: for each row tile that sees some of its keys, all q heads of the split. With a right bound
 // row tiles are taken from the last one on, as all key blocks of a head see that one: so CTAs that run at the same time
 // touch the same rows, and, with kOrderedDq, each follows the one before it.
 class Steps {
  public:
   __device__ __forceinline__ Steps(const BackwardParams& p, const Keys& keys)
       : tiles_(row_tiles(band_of(p), keys.n, kBlockRows, keys.first(), kBlockKeys)), head_(keys.head * p.group),
-        left_((tiles_.end - tiles_.begin) * p.group), g_(0), group_(p.group) {
+        group_(kSplits ? p.split_heads : p.group), left_((tiles_.end - tiles_.begin) * group_), g_(0) {
+    if (kSplits) head_ += keys.split * group_;
     tile_ = kHasRight ? tiles_.end - 1 : tiles_.begin;
   }
   __device__ __forceinline__ bool more() const { return left_ > 0; }
@@ -66,7 +68,7 @@ class Steps {
 
  private:
   RowTiles tiles_;
-  int head_, left_, g_, group_, tile_;
+  int head_, group_, left_, g_, tile_;
 };
 
 // Starts copies of rows [row, row + rows) of a head, of which `count` exist: the others become zeros, as they would
