@@ -18,6 +18,14 @@ inline void store(Traffic* traffic, int64_t elements) {
   if (traffic) traffic->stored += elements;
 }
 
+/// The work on a tile of a head.
+inline void work(Traffic* traffic, int64_t scores, int64_t dims, int64_t rescales = 0) {
+  if (!traffic) return;
+  traffic->products += scores * dims;
+  traffic->exponentials += scores;
+  traffic->rescales += rescales;
+}
+
 /// The range cut into blocks of B; the last one may be shorter.
 inline std::vector<Range> blocks(Range range, int64_t B) {
   std::vector<Range> all;

@@ -19,7 +19,8 @@ Flash1Forward flash1_forward(const Head& h, int64_t M, Traffic* traffic) {
     load(traffic, J.size() * (h.d + h.dv));        // Alg. 2, line 7: K_j, V_j
     for (const Range I : blocks({0, h.sq}, Br)) {  // Alg. 2, lines 5, 8
       load(traffic, I.size() * (h.d + h.dv + 2));  // Alg. 2, line 9: Q_i, O_i, l_i, m_i
-      const Matrix S = scores(h, I, J);            // Alg. 2, lines 10, 11
+      work(traffic, I.size() * J.size(), h.d + h.dv, I.size());
+      const Matrix S = scores(h, I, J);  // Alg. 2, lines 10, 11
       for (int64_t i = I.begin; i < I.end; ++i) {
         const double* S_i = S[i - I.begin];
         const double m_tile = rowmax(J.size(), S_i);  // Alg. 2, line 12
@@ -74,6 +75,7 @@ Backward flash1_backward(const Head& h, const Flash1Forward& forward, const Outp
     for (const Range I : blocks({0, h.sq}, Br)) {  // Alg. 4, lines 4, 9
       // Alg. 4, line 10: Q_i, O_i, dO_i, dQ_i, l_i, m_i
       load(traffic, I.size() * (2 * h.d + 2 * h.dv + 2));
+      work(traffic, I.size() * J.size(), 3 * h.d + 2 * h.dv);
       for (int64_t i = I.begin; i < I.end; ++i) {
         const double *q_i = h.q + i * h.d, *dO_i = dout.o + i * h.dv;
         const double D_i = dot(h.dv, dO_i, &O[i * h.dv]) - dout.lse_of(i);  // Alg. 4, line 19

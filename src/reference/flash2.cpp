@@ -28,7 +28,8 @@ Forward flash2_forward_keys(const Head& h, int64_t key_begin, int64_t key_end, i
     for (const Range J : blocks({key_begin, key_end}, Bc)) {  // Alg. 1, line 6
       if (empty(h, I, J)) continue;                           // Section 3.1, causal masking
       load(traffic, J.size() * (h.d + h.dv));                 // Alg. 1, line 7: K_j, V_j
-      const Matrix S = scores(h, I, J);                       // Alg. 1, line 8
+      work(traffic, I.size() * J.size(), h.d + h.dv, I.size());
+      const Matrix S = scores(h, I, J);  // Alg. 1, line 8
       for (int64_t r = 0; r < I.size(); ++r) {
         const double m_new = maximum(m[r], rowmax(J.size(), S[r]));  // Alg. 1, line 9
         if (m_new == -kInf) continue;                                // no key seen yet
@@ -77,6 +78,7 @@ Backward flash2_backward(const Head& h, const Forward& forward, const OutputGrad
       if (empty(h, I, J)) continue;                // Section 3.1, causal masking
       // Alg. 2, lines 9, 15: Q_i, dQ_i, dO_i, L_i, D_i (O_i only served D)
       load(traffic, I.size() * (2 * h.d + h.dv + 2));
+      work(traffic, I.size() * J.size(), 3 * h.d + 2 * h.dv);
       for (int64_t i = I.begin; i < I.end; ++i) {
         const double *q_i = h.q + i * h.d, *dO_i = dout.o + i * h.dv;
         for (int64_t j = J.begin; j < J.end; ++j) {

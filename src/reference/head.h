@@ -82,9 +82,13 @@ struct Backward {
   double dsink = 0;
 };
 
-/// Elements moved between slow and fast memory.
+/// What an algorithm does: elements moved between slow and fast memory, and its work on tiles,
+/// whatever their mask hides.
 struct Traffic {
   uint64_t loaded = 0, stored = 0;
+  uint64_t products = 0;      ///< multiplications, each with an addition, of matrix products
+  uint64_t exponentials = 0;  ///< of scores
+  uint64_t rescales = 0;      ///< rows of O that move to a new maximum
 };
 
 }  // namespace fulgur::reference

@@ -20,6 +20,7 @@ Forward standard_forward(const Head& h, Traffic* traffic) {
   const DropoutFactor Z(h.rule);
   Forward out{std::vector<double>(h.sq * h.dv), std::vector<double>(h.sq, -kInf)};
 
+  work(traffic, h.sq * h.sk, h.d + h.dv);
   load(traffic, h.sq * h.d + h.sk * h.d);  // Alg. 0, line 1: load Q, K; S = Q K^T; store S
   const Matrix S = scores(h, {0, h.sq}, {0, h.sk});
   store(traffic, h.sq * h.sk);
@@ -57,6 +58,7 @@ Backward standard_backward(const Head& h, const OutputGradient& dout, Traffic* t
     }
   };
 
+  if (traffic) traffic->products += h.sq * h.sk * (2 * h.d + 2 * h.dv);
   load(traffic, h.sq * h.sk + h.sq * h.dv);  // Alg. 3, line 1: load P, dO; store dV = P^T dO
   for_each_visible([&](int64_t i, int64_t j) {
     add_scaled(h.dv, Z(i, j, P[i][j]), dout.o + i * h.dv, &grad.dv[j * h.dv]);

@@ -644,6 +644,24 @@ TEST(Traffic, Flash2WritesOutputsOnce) {
   EXPECT_EQ(moved.flash1.loaded, uint64_t(2 * N * d + (N / 8) * N * (2 * d + 2)));  // K, V; Q, O..
 }
 
+TEST(Traffic, WorkIsThatOfAllTiles) {
+  const int64_t N = 128, d = 16, M = 4 * d * 8;  // blocks of 8 rows and keys
+  const Moved forward = forward_traffic(N, d, M), backward = backward_traffic(N, d, M);
+  const Moved causal = forward_traffic(N, d, M, {.band = {-1, 0}});
+  for (const auto algorithm : {&Moved::standard, &Moved::flash1, &Moved::flash2}) {
+    EXPECT_EQ((forward.*algorithm).products, uint64_t(N * N * 2 * d));
+    EXPECT_EQ((forward.*algorithm).exponentials, uint64_t(N * N));
+  }
+  EXPECT_EQ(forward.standard.rescales, 0u);
+  EXPECT_EQ(forward.flash1.rescales, uint64_t(N * N / 8));
+  EXPECT_EQ(forward.flash2.rescales, uint64_t(N * N / 8));
+  EXPECT_EQ(backward.standard.products, uint64_t(N * N * 4 * d));  // S is there
+  EXPECT_EQ(backward.flash1.products, uint64_t(N * N * 5 * d));
+  EXPECT_EQ(backward.flash2.products, uint64_t(N * N * 5 * d));
+  EXPECT_EQ(causal.flash1.products, forward.flash1.products);
+  EXPECT_EQ(causal.flash2.products, forward.flash2.products * 136 / 256);  // 16 x 16 blocks
+}
+
 TEST(Traffic, MemoryEfficientStaysQuadratic) {
   const auto T = [](int64_t N) {
     const Sample sample({N, N, 16, 16}, {});

@@ -28,6 +28,7 @@ void max_or_nan(Context& c, const Instruction& i) {
   c.set_float(i.atoms[0], a != a ? a : b != b ? b : std::max(a, b));
 }
 void ex2(Context& c, const Instruction& i) {
+  ++emulator_counts.exponentials;
   c.set_float(i.atoms[0], flushed(std::exp2(flushed(c.get_float(i.atoms[1])))));
 }
 void lg2(Context& c, const Instruction& i) {

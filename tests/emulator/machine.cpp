@@ -7,6 +7,10 @@
 #include <cstdio>
 #include <cstdlib>
 
+#include "fake_driver.h"
+
+emulator::Counts emulator_counts;
+
 namespace emulator {
 namespace {
 
@@ -214,11 +218,13 @@ bool on_stack(const Thread& thread, const void* at) {
 
 void Thread::reads_global(const void* at, size_t bytes) {
   if (on_stack(*this, at)) return;
+  if (fulgur::test::is_allocated(at)) emulator_counts.read += bytes;
   grids.read(at, bytes, views.seen.of(block->before) > 0);
 }
 
 void Thread::writes_global(const void* at, size_t bytes) {
   if (on_stack(*this, at)) return;
+  emulator_counts.written += bytes;
   grids.write(at, bytes, views.seen.of(block->before) > 0);
 }
 

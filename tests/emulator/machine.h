@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "counts.h"
 #include "device.h"
 #include "grids.h"
 #include "races.h"

@@ -7,6 +7,7 @@
 namespace emulator {
 void multiply_warp(Context& c, const Instruction& i) {
   current->uses_loads();
+  emulator_counts.products += 16 * 8 * 16 / 32;
   struct Lane {
     float c[4];
     uint32_t a[4], b[2];
@@ -161,6 +162,7 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   const bool A_across = A_shared && !elements.e4m3 && c.get(i.atoms[behind_A + 4]) != 0;
   const bool B_across = !elements.e4m3 && c.get(i.atoms[i.atoms.size() - 1]) != 0;
   current->uses_loads();
+  emulator_counts.products += static_cast<uint64_t>(64 * N * elements.depth() / 128);
   Warpgroup& group = *current->warpgroup;
   const uint64_t number = current->products++;
   if (number - group.first >= group.products.size()) {

@@ -42,8 +42,8 @@ print(json.dumps(errors))
 
 
 def interpreted(script, check):
-    return subprocess.run([sys.executable, "-c", script, str(ROOT / "bench")], capture_output=True, text=True, check=check,
-                          env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"})
+    return subprocess.run([sys.executable, "-c", script, str(ROOT / "bench")], check=check, capture_output=True,
+                          text=True, env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONDONTWRITEBYTECODE": "1"})
 
 
 @pytest.mark.slow
