@@ -223,7 +223,8 @@ class Rank:
                     seconds = self.seconds(run)
                     row |= {"ms": 1e3 * seconds, "tflops": case.flops() / seconds / self.size / 1e12}
                     if head_ranks and self.size > 1:
-                        row["predicted_ms"] = predicted(self.args, case, self.size, head_ranks)
+                        if self.rank == 0:  # whose rows are printed
+                            row["predicted_ms"] = predicted(self.args, case, self.size, head_ranks)
                         if case.s <= self.args.check:
                             row["same_bits"] = self.same_bits(case, head_ranks)
                 except (ImportError, RuntimeError, ValueError, TypeError) as error:

@@ -57,10 +57,10 @@ Mask mask_of(int64_t left, int64_t right, int64_t chunk, bool top_left) {
 Distribution distribution_of(const std::string& sharding, int head_ranks) {
   for (const auto& [name, value] :
        {std::pair{"contiguous", Sharding::kContiguous}, std::pair{"zigzag", Sharding::kZigzag},
-        std::pair{"by_area", Sharding::kByArea}}) {
+        std::pair{"by_area", Sharding::kByArea}, std::pair{"by_page", Sharding::kByPage}}) {
     if (sharding == name) return {value, head_ranks};
   }
-  fail(fmt::format("sharding: got \"{}\", want contiguous, zigzag or by_area", sharding));
+  fail(fmt::format("sharding: got \"{}\", want contiguous, zigzag, by_area or by_page", sharding));
 }
 
 void register_groups(nb::module_& m) {

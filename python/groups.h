@@ -9,7 +9,7 @@
 
 namespace fulgur::python {
 
-/// "contiguous", "zigzag" or "by_area".
+/// "contiguous", "zigzag", "by_area" or "by_page".
 Distribution distribution_of(const std::string& sharding, int head_ranks);
 
 void register_groups(nanobind::module_& m);

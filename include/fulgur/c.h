@@ -361,7 +361,8 @@ FULGUR_API fulgur_status fulgur_dequantize(const fulgur_quantize_args* args,
 typedef enum fulgur_sharding {
   FULGUR_ROWS_CONTIGUOUS = 0,
   FULGUR_ROWS_ZIGZAG = 1,
-  FULGUR_ROWS_BY_AREA = 2
+  FULGUR_ROWS_BY_AREA = 2,
+  FULGUR_ROWS_BY_PAGE = 3  ///< of caches; fulgur_group_forward alone
 } fulgur_sharding;
 
 /// How rows and heads are shared out (fulgur::Distribution).

@@ -26,6 +26,7 @@ __all__ = ["Group", "attention", "attention_backward", "rows_of"]
 
 _TENSORS = (
     "alibi_slopes", "sinks", "bias", "cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "rng_state",
+    "page_table", "k_descale", "v_descale", "k_zero_point", "v_zero_point",
 )  # fmt: skip
 _EXPRESSIONS = ("score_mod", "mask_mod", "tensors")
 _READ_HERE = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"}
@@ -174,6 +175,10 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
             tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, invariant,
             deterministic, max_workspace, threads, engine, as for :func:`fulgur.attention`. All but q, k and v are
             those of whole sequences, the same in all processes.
+
+    With the sharding "by_page" k and v are caches, of which each process has some pages (docs/distributed.md): q and
+    the results are whole, ``page_table`` is that of this process, ``seqused_k`` has the lengths in all of them, and
+    caches of codes bring their descales. No gradients are recorded.
 
     Tensors of PyTorch record gradients to q, k, v, sinks, bias and tensors; those of the last three are whole in each
     process.

@@ -53,7 +53,8 @@ static_assert(FULGUR_SCORES_SCALED == static_cast<int>(ScoreStage::kScaled) &&
 
 static_assert(FULGUR_ROWS_CONTIGUOUS == static_cast<int>(Sharding::kContiguous) &&
               FULGUR_ROWS_ZIGZAG == static_cast<int>(Sharding::kZigzag) &&
-              FULGUR_ROWS_BY_AREA == static_cast<int>(Sharding::kByArea));
+              FULGUR_ROWS_BY_AREA == static_cast<int>(Sharding::kByArea) &&
+              FULGUR_ROWS_BY_PAGE == static_cast<int>(Sharding::kByPage));
 
 thread_local std::string last_error;
 
@@ -334,7 +335,7 @@ Run convert(const fulgur_run* given) {
 }
 
 Sharding sharding_of(int number) {
-  if (number < FULGUR_ROWS_CONTIGUOUS || number > FULGUR_ROWS_BY_AREA) {
+  if (number < FULGUR_ROWS_CONTIGUOUS || number > FULGUR_ROWS_BY_PAGE) {
     fail("sharding", "got {}, want a fulgur_sharding", number);
   }
   return static_cast<Sharding>(number);

@@ -10,9 +10,7 @@
 #include <type_traits>
 
 #include "base/check.h"
-#include "call/check_tensors.h"
 #include "call/lengths.h"
-#include "call/make_problem.h"
 #include "distributed/device_memory.h"
 
 namespace fulgur {
@@ -20,6 +18,7 @@ namespace fulgur {
 using distributed::Fields;
 using distributed::Part;
 using distributed::Rows;
+using distributed::RowsPlan;
 
 namespace {
 
@@ -34,9 +33,11 @@ const char* name_of(Sharding sharding) {
     case Sharding::kZigzag:
       return "zigzag";
     case Sharding::kByArea:
+      return "by_area";
+    case Sharding::kByPage:
       break;
   }
-  return "by_area";
+  return "by_page";
 }
 
 /// The tensors of rows and those of LSE, with their names.
@@ -93,7 +94,7 @@ void check_supported(const Args& args, const Options& options) {
     if (t.given()) fail(name, "given with a group, which takes none");
   };
   if constexpr (requires { args.cache; }) {
-    refuse("page_table", args.cache.page_table);
+    if (args.cache.page_table.given()) fail("page_table", "given, want rows by page with it");
     refuse("cache_batch_idx", args.cache.cache_batch_idx);
     refuse("leftpad_k", args.cache.leftpad_k);
     refuse("tree_mask", args.tree_mask);
@@ -116,13 +117,6 @@ void check_supported(const Args& args, const Options& options) {
   refuse_there("bias", args.bias.given());
   refuse_there("score_mod", options.score_mod.given());
   refuse_there("mask_mod", options.mask_mod.given());
-}
-
-/// What fields say of the values of lengths.
-std::string values_of(const ConstTensor& t) {
-  if (!t.given()) return "()";
-  const auto* const values = static_cast<const int32_t*>(t.data);
-  return fmt::format("({})", fmt::join(values, values + t.shape[0], ", "));
 }
 
 /// A shape, and the dtype.
@@ -151,7 +145,7 @@ std::vector<int64_t> ends_of(const char* name, const ConstTensor& cu) {
 
 /// Checks a bias, which is that of all ranks.
 template <class Args>
-void check_whole_bias(const Args& args, const DistributedPlan::Impl& plan) {
+void check_whole_bias(const Args& args, const RowsPlan& plan) {
   Problem whole = plan.problem;
   const auto longest = [&](const Rows& rows) {
     int64_t most = 0;
@@ -184,17 +178,58 @@ std::vector<int64_t> used_of(const char* name, const ConstTensor& t, bool packed
 
 }  // namespace
 
-std::vector<int64_t> DistributedPlan::Impl::used_queries(const VarLen& lengths) const {
+template <class Args>
+Fields distributed::fields_of(const Args& args, const Problem& p,
+                              const Distribution& distribution) {
+  Fields fields;
+  const auto same = [&](const char* name, const auto& value) {
+    fields.emplace_back(name, fmt::format("{}", value));
+  };
+  same("pass", p.pass == Pass::kForward ? "forward" : "backward");
+  same("device", p.device == Device{} ? "cpu" : "cuda");
+  same("sharding", name_of(distribution.sharding));
+  same("head_ranks", distribution.head_ranks);
+  const auto rows = [&](DType dtype, int64_t heads, int64_t dim) {
+    return fmt::format("{}, {} heads of {} columns in a batch of {}", fulgur::name_of(dtype), heads,
+                       dim, p.batch);
+  };
+  same("q", rows(p.dtypes.q, p.hq, p.d));
+  same("k", rows(p.dtypes.k, p.hk, p.d));
+  same("v", rows(p.dtypes.v, p.hk, p.dv));
+  same("window_left", p.mask.left);
+  same("window_right", p.mask.right);
+  same("chunk", p.mask.chunk);
+  same("top_left", p.mask.top_left);
+  same("scale", p.scale);
+  same("softcap", p.softcap);
+  same("dropout_p", p.dropout_p);
+  same("invariant", p.invariant);
+  same("max_workspace", p.max_workspace);
+  for_each_tensor(
+      [&](const TensorRule& rule, const auto& t) {
+        same(rule.name, t.given() ? fulgur::name_of(t.dtype) : "none");
+      },
+      args);
+  return fields;
+}
+
+std::string distributed::values_of(const ConstTensor& lengths) {
+  if (!lengths.given()) return "()";
+  const auto* const values = static_cast<const int32_t*>(lengths.data);
+  return fmt::format("({})", fmt::join(values, values + lengths.shape[0], ", "));
+}
+
+std::vector<int64_t> RowsPlan::used_queries(const VarLen& lengths) const {
   return used_of("seqused_q", lengths.seqused_q, packed, q_rows);
 }
 
-std::vector<int64_t> DistributedPlan::Impl::used_keys(const VarLen& lengths) const {
+std::vector<int64_t> RowsPlan::used_keys(const VarLen& lengths) const {
   return used_of("seqused_k", lengths.seqused_k, packed, k_rows);
 }
 
 template <class Args>
-DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const Group& in_group,
-                            const Distribution& in)
+RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_group,
+                   const Distribution& in)
     : group(in_group),
       me(in_group.rank()),
       options(in_options),
@@ -207,6 +242,9 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   Fields fields;
   try {
     check_supported(args, options);
+    if (sharding == Sharding::kByPage) {
+      fail("sharding", "got by_page, want rows of sequences: caches have no gradients");
+    }
     if constexpr (requires { args.dbias; }) {
       if (args.dbias.given() && !args.bias.given()) fail("dbias", "given without bias");
     }
@@ -233,34 +271,10 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
            head_ranks, ranks, problem.hk);
     }
     const Problem& p = problem;
-    const auto same = [&](const char* name, const auto& value) {
-      fields.emplace_back(name, fmt::format("{}", value));
+    fields = distributed::fields_of(args, p, in);
+    const auto same = [&](const char* name, const std::string& value) {
+      fields.emplace_back(name, value);
     };
-    same("pass", p.pass == Pass::kForward ? "forward" : "backward");
-    same("device", p.device == Device{} ? "cpu" : "cuda");
-    const auto rows = [&](DType dtype, int64_t heads, int64_t dim) {
-      return fmt::format("{}, {} heads of {} columns in a batch of {}", fulgur::name_of(dtype),
-                         heads, dim, p.batch);
-    };
-    same("q", rows(p.dtypes.q, p.hq, p.d));
-    same("k", rows(p.dtypes.k, p.hk, p.d));
-    same("v", rows(p.dtypes.v, p.hk, p.dv));
-    same("sharding", name_of(sharding));
-    same("head_ranks", head_ranks);
-    same("window_left", p.mask.left);
-    same("window_right", p.mask.right);
-    same("chunk", p.mask.chunk);
-    same("top_left", p.mask.top_left);
-    same("scale", p.scale);
-    same("softcap", p.softcap);
-    same("dropout_p", p.dropout_p);
-    same("invariant", p.invariant);
-    same("max_workspace", p.max_workspace);
-    for_each_tensor(
-        [&](const TensorRule& rule, const auto& t) {
-          same(rule.name, t.given() ? fulgur::name_of(t.dtype) : "none");
-        },
-        args);
     same("cu_seqlens_q", fmt::format("({})", fmt::join(q_ends, ", ")));
     same("cu_seqlens_k", fmt::format("({})", fmt::join(k_ends, ", ")));
     const int64_t sequences = packed ? std::ssize(q_ends) - 1 : p.batch;
@@ -269,7 +283,7 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
       if (!used->given()) continue;
       check_indices(name, *used, sequences, "(batch)", {});
       check_data(name, *used);
-      same(name, values_of(*used));
+      same(name, distributed::values_of(*used));
     }
     if (args.bias.given()) same("bias", layout_of(args.bias));
     const auto text = [](const std::string& of) { return of.empty() ? "none" : of; };
@@ -339,24 +353,8 @@ DistributedPlan::Impl::Impl(const Args& args, const Options& in_options, const G
   }
 }
 
-void DistributedPlan::run(const ForwardArgs& args, const Run& run) const {
-  if (impl_->problem.pass != Pass::kForward)
-    fail("args", "got those of the forward pass, want those of the backward pass, as planned");
-  distributed::run_plan(*impl_, args, run);
-}
-
-void DistributedPlan::run(const BackwardArgs& args, const Run& run) const {
-  if (impl_->problem.pass != Pass::kBackward)
-    fail("args", "got those of the backward pass, want those of the forward pass, as planned");
-  distributed::run_plan(*impl_, args, run);
-}
-
-int64_t DistributedPlan::workspace_bytes() const {
-  return 3 * impl_->step_bytes + impl_->sum_bytes;
-}
-
-std::string DistributedPlan::explain() const {
-  const Impl& plan = *impl_;
+std::string RowsPlan::explain() const {
+  const RowsPlan& plan = *this;
   const Problem& p = plan.problem;
   return fmt::format(
       "rank {} of {}: {} of {} queries and {} of {} keys ({}), {} runs of rows\n"
@@ -374,26 +372,8 @@ std::string DistributedPlan::explain() const {
       workspace_bytes());
 }
 
-DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
-                     const Distribution& distribution) {
-  return DistributedPlan(
-      std::make_shared<DistributedPlan::Impl>(args, options, group, distribution));
-}
-
-DistributedPlan plan(const BackwardArgs& args, const Options& options, const Group& group,
-                     const Distribution& distribution) {
-  return DistributedPlan(
-      std::make_shared<DistributedPlan::Impl>(args, options, group, distribution));
-}
-
-void forward(const ForwardArgs& args, const Options& options, const Group& group,
-             const Distribution& distribution, const Run& run) {
-  plan(args, options, group, distribution).run(args, run);
-}
-
-void backward(const BackwardArgs& args, const Options& options, const Group& group,
-              const Distribution& distribution, const Run& run) {
-  plan(args, options, group, distribution).run(args, run);
-}
+template RowsPlan::RowsPlan(const ForwardArgs&, const Options&, const Group&, const Distribution&);
+template RowsPlan::RowsPlan(const BackwardArgs&, const Options&, const Group&, const Distribution&);
+template Fields distributed::fields_of(const ForwardArgs&, const Problem&, const Distribution&);
 
 }  // namespace fulgur

@@ -1,10 +1,19 @@
 #pragma once
 
+#include <fmt/format.h>
+
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <memory>
+#include <string>
+#include <vector>
 
+#include "base/check.h"
+#include "call/check_tensors.h"
+#include "call/make_problem.h"
 #include "call/problem.h"
+#include "distributed/group.h"
 #include "distributed/memory.h"
 #include "distributed/sharding.h"
 #include "fulgur/distributed/plan.h"
@@ -19,18 +28,35 @@ struct Heads {
 
 }  // namespace distributed
 
+/// A plan of one kind.
 struct DistributedPlan::Impl {
+  virtual ~Impl() = default;
+  virtual void run(const ForwardArgs& args, const Run& run) const;
+  virtual void run(const BackwardArgs& args, const Run& run) const;
+  virtual std::string explain() const = 0;
+  virtual int64_t workspace_bytes() const = 0;
+};
+
+namespace distributed {
+
+/// The rows of sequences are shared out.
+struct RowsPlan final : DistributedPlan::Impl {
   template <class Args>
-  Impl(const Args& args, const Options& in_options, const Group& in_group, const Distribution& in);
+  RowsPlan(const Args& args, const Options& in_options, const Group& in_group,
+           const Distribution& in);
+  void run(const ForwardArgs& args, const Run& run) const override;
+  void run(const BackwardArgs& args, const Run& run) const override;
+  std::string explain() const override;
+  int64_t workspace_bytes() const override { return 3 * step_bytes + sum_bytes; }
 
   /// The kv heads that a rank computes in a step.
-  distributed::Heads heads(int rank, int64_t step) const {
+  Heads heads(int rank, int64_t step) const {
     const int64_t all = problem.hk / head_ranks, first = rank % head_ranks * all;
     const int64_t begin = step * all / steps, end = (step + 1) * all / steps;
     return {first + begin, end - begin};
   }
   /// The q heads of these.
-  distributed::Heads q_heads(const distributed::Heads& kv) const {
+  Heads q_heads(const Heads& kv) const {
     return {kv.begin * problem.group(), kv.count * problem.group()};
   }
   bool same_node(int a, int b) const { return a / head_ranks == b / head_ranks; }
@@ -41,7 +67,7 @@ struct DistributedPlan::Impl {
   }
   bool gathers_queries() const { return problem.pass == Pass::kBackward && problem.invariant; }
   /// Where a run of a rank lies among the queries that rank `computing` has.
-  int64_t place(int computing, int source, const distributed::RowRun& run) const {
+  int64_t place(int computing, int source, const RowRun& run) const {
     if (gathers_queries()) return q_rows.row(run);
     int64_t at = run.place;
     for (int r = computing / head_ranks * head_ranks; r < source; ++r) at += q_rows.count(r);
@@ -67,7 +93,7 @@ struct DistributedPlan::Impl {
   Sharding sharding;
   int head_ranks;
   bool packed = false;
-  distributed::Rows q_rows, k_rows;
+  Rows q_rows, k_rows;
   int64_t steps = 1;
   int64_t step_bytes = 0;                          ///< memory of a step
   std::shared_ptr<distributed::Memory> on_device;  ///< where tensors lie on a GPU
@@ -75,8 +101,6 @@ struct DistributedPlan::Impl {
   ForwardArgs planned_forward;
   BackwardArgs planned_backward;
 };
-
-namespace distributed {
 
 /// Memory of a step; without a base it only counts.
 class StepMemory {
@@ -112,7 +136,7 @@ struct Step {
   Part dout, dlse, dq, dk, dv;       // backward; dk and dv: sums, or gradients
   Part unused_dq, part_dk, part_dv;  // of a call
 
-  Step(const DistributedPlan::Impl& plan, StepMemory& arena, int64_t step) {
+  Step(const RowsPlan& plan, StepMemory& arena, int64_t step) {
     const Problem& p = plan.problem;
     const int64_t batch = p.batch, queries = plan.queries(), keys = plan.k_rows.total();
     const int64_t hk = plan.heads(plan.me, step).count, hq = hk * p.group();
@@ -152,9 +176,27 @@ void each_whole_gradient(const Args& args, const Visit& visit) {
   }
 }
 
-/// A call of all ranks, with arguments like the planned ones.
-void run_plan(const DistributedPlan::Impl& plan, const ForwardArgs& args, const Run& run);
-void run_plan(const DistributedPlan::Impl& plan, const BackwardArgs& args, const Run& run);
+/// What all ranks must have in common. `Args`: ForwardArgs, BackwardArgs.
+template <class Args>
+Fields fields_of(const Args& args, const Problem& problem, const Distribution& distribution);
+/// What a field says of lengths.
+std::string values_of(const ConstTensor& lengths);
+
+/// Checks the arguments of a run and calls body(). Where one throws, the group is dead.
+template <class Args, class Body>
+void run_as_planned(Group::Impl& group, const Args& planned, const Args& args, const Run& run,
+                    const Body& body) {
+  try {
+    if (run.workspace.data != nullptr) fail("workspace", "given with a group, which has its own");
+    check_as_planned(planned, args);
+    check_memory(args);
+    check_random_numbers(args, run);
+    body();
+  } catch (const std::exception& error) {
+    group.leave(fmt::format("rank {} failed: {}", group.rank, error.what()));
+    throw;
+  }
+}
 
 }  // namespace distributed
 }  // namespace fulgur

@@ -18,16 +18,13 @@
 
 #include "base/check.h"
 #include "base/convert.h"
-#include "call/check_tensors.h"
-#include "call/make_problem.h"
+#include "distributed/elements.h"
 #include "distributed/host_memory.h"
 #include "distributed/plan.h"
 #include "distributed/shipment.h"
 
 namespace fulgur::distributed {
 namespace {
-
-using Impl = DistributedPlan::Impl;
 
 /// What is sent and received, one after the other, while other work goes on.
 class Line {
@@ -53,26 +50,6 @@ T narrow(T t, int dim, int64_t begin, int64_t count) {
   t.data = static_cast<Byte*>(t.data) + begin * t.strides[dim] * size_of(t.dtype);
   t.shape[dim] = count;
   return t;
-}
-
-/// Calls visit(offset in x, offset in y) for all elements of tensors of one shape.
-template <class Visit>
-void each_element(const Tensor& x, const Tensor& y, const Visit& visit, int dim = 0,
-                  int64_t at_x = 0, int64_t at_y = 0) {
-  if (dim == x.rank) return visit(at_x, at_y);
-  for (int64_t i = 0; i < x.shape[dim]; ++i) {
-    each_element(x, y, visit, dim + 1, at_x + i * x.strides[dim], at_y + i * y.strides[dim]);
-  }
-}
-
-void fill(const Tensor& t, double value) {
-  each_element(t, t, [&](int64_t at, int64_t) { store_element(t.data, t.dtype, at, value); });
-}
-
-void convert(const Tensor& from, const Tensor& to) {
-  each_element(from, to, [&](int64_t x, int64_t y) {
-    store_element(to.data, to.dtype, y, load_element(from.data, from.dtype, x));
-  });
 }
 
 Tensor contiguous(void* data, DType dtype, const Tensor& like) {
@@ -120,7 +97,7 @@ class Work {
   static constexpr bool kBackward = std::is_same_v<Args, BackwardArgs>;
 
  public:
-  Work(const Impl& plan, const Args& args, const Run& run)
+  Work(const RowsPlan& plan, const Args& args, const Run& run)
       : plan_(plan),
         p_(plan.problem),
         group_(plan.group.impl()),
@@ -532,7 +509,7 @@ class Work {
     computing_->round(sum_dv_, part(args_.dv));
   }
 
-  const Impl& plan_;
+  const RowsPlan& plan_;
   const Problem& p_;
   Group::Impl& group_;
   const Args& args_;
@@ -546,29 +523,18 @@ class Work {
   std::vector<WholeGradient> of_tensors_;
 };
 
-template <class Args>
-void run_as_planned(const Impl& plan, const Args& planned, const Args& args, const Run& run) {
-  Group::Impl& group = plan.group.impl();
-  try {
-    if (run.workspace.data != nullptr) fail("workspace", "given with a group, which has its own");
-    check_as_planned(planned, args);
-    check_memory(args);
-    check_random_numbers(args, run);
-    Work<Args>(plan, args, run)();
-  } catch (const std::exception& error) {
-    group.leave(fmt::format("rank {} failed: {}", group.rank, error.what()));
-    throw;
-  }
-}
-
 }  // namespace
 
-void run_plan(const Impl& plan, const ForwardArgs& args, const Run& run) {
-  run_as_planned(plan, plan.planned_forward, args, run);
+void RowsPlan::run(const ForwardArgs& args, const Run& run) const {
+  if (problem.pass != Pass::kForward) return Impl::run(args, run);
+  run_as_planned(group.impl(), planned_forward, args, run,
+                 [&] { Work<ForwardArgs>(*this, args, run)(); });
 }
 
-void run_plan(const Impl& plan, const BackwardArgs& args, const Run& run) {
-  run_as_planned(plan, plan.planned_backward, args, run);
+void RowsPlan::run(const BackwardArgs& args, const Run& run) const {
+  if (problem.pass != Pass::kBackward) return Impl::run(args, run);
+  run_as_planned(group.impl(), planned_backward, args, run,
+                 [&] { Work<BackwardArgs>(*this, args, run)(); });
 }
 
 }  // namespace fulgur::distributed

@@ -107,6 +107,9 @@ namespace {
 
 std::vector<int64_t> rows_of(Sharding sharding, std::vector<int64_t> ends, int ranks, int rank,
                              const Mask& mask) {
+  if (sharding == Sharding::kByPage) {
+    fail("sharding", "got by_page, which shares out pages of caches, want one of rows");
+  }
   distributed::check_rank(rank, ranks);
   const int64_t first = ends.front();
   const distributed::Rows all(sharding, std::move(ends), ranks, mask);

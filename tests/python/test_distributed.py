@@ -72,7 +72,7 @@ def test_rows_of():
     rows = [rows_of("by_area", [3, 200, 500, 1000], 2, rank) for rank in (0, 1)]
     assert np.array_equal(np.sort(np.concatenate(rows)), np.arange(3, 1000))
     assert rows_of("contiguous", 100, 2, 0).dtype == np.int64
-    with pytest.raises(ValueError, match='sharding: got "rings", want contiguous, zigzag or by_area'):
+    with pytest.raises(ValueError, match='sharding: got "rings", want contiguous, zigzag, by_area or by_page'):
         rows_of("rings", 100, 2, 0)
     with pytest.raises(ValueError, match="rank: got 2, want 0 to 1"):
         rows_of("zigzag", 100, 2, 2)
@@ -86,6 +86,27 @@ def test_a_group_by_a_function():
     assert (group.rank, group.size, group.dead) == (0, 1, "")
     q = np.random.default_rng(0).standard_normal((1, 70, 2, 8), np.float32)
     assert np.array_equal(fulgur.distributed.attention(q, q, q, group=group), fulgur.attention(q, q, q))
+
+
+def test_pages():
+    """Of a process alone: the bits of no other call, but its numbers."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((2, 3, 4, 16), np.float32)
+    cache = rng.standard_normal((9, 16, 2, 16), np.float32)
+    options = dict(page_table=np.array([[3, 1, 8], [0, 7, 5]], np.int32), seqused_k=np.array([40, 21], np.int32))
+    group = fulgur.distributed.Group.from_env()
+    for more in ({"causal": True}, {"window": (9, 0), "alibi_slopes": np.ones(4, np.float32)}):
+        out, lse = fulgur.attention(q, cache, cache, return_lse=True, **options, **more)
+        got = fulgur.distributed.attention(
+            q, cache, cache, group=group, sharding="by_page", return_lse=True, **options, **more
+        )
+        assert np.allclose(got[0], out, atol=1e-5) and np.allclose(got[1], lse, atol=1e-5)
+    codes = fulgur.quantize(cache, "int8")
+    want = fulgur.attention(q, codes, codes, causal=True, **options)
+    got = fulgur.distributed.attention(
+        q, codes, codes, group=group, sharding="by_page", causal=True, **options
+    )
+    assert np.allclose(got, want, atol=1e-5)
 
 
 def test_a_function_that_fails():
@@ -104,8 +125,8 @@ def test_a_function_that_fails():
 def test_errors():
     group = fulgur.distributed.Group.from_env()
     q = np.zeros((1, 64, 1, 8), np.float32)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'page_table'"):
-        fulgur.distributed.attention(q, q, q, group=group, page_table=q)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tree_mask'"):
+        fulgur.distributed.attention(q, q, q, group=group, tree_mask=q)
     with pytest.raises(TypeError, match="sharding: got 3, want a string"):
         fulgur.distributed.attention(q, q, q, group=group, sharding=3)
     with pytest.raises(ValueError, match="head_ranks: got 2, want a divisor of the 1 ranks"):

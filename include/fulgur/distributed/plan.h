@@ -19,6 +19,9 @@ enum class Sharding : uint8_t {
   kContiguous,  ///< a run of rows each, for full masks and windows
   kZigzag,      ///< of 2 N runs those r and 2 N - 1 - r, for causal masks
   kByArea,      ///< runs so that all ranks have as many visible scores, for packed documents
+  /// Caches: of N ranks rank r has each page j of a sequence with j % N = r, in their order, and
+  /// all have all queries.
+  kByPage,
 };
 
 /// How rows and heads are shared out.
@@ -63,6 +66,13 @@ class FULGUR_API DistributedPlan {
 /// gradients of tensors of expressions and of a bias that rows or heads share. Otherwise gradients
 /// of keys and of whole tensors are sums of parts of all ranks, in their order, the same in every
 /// run with as many. Takes no caches and no tree_mask. `max_workspace` bounds workspace_bytes().
+///
+/// With kByPage, forward alone: q, out and lse are whole on all ranks, and so is seqused_k; k, v
+/// and page_table (batch, max_pages) are those of this rank, and page_table has the pages of each
+/// sequence that lie here. Each rank computes all queries over its keys, in f32 (f64 where q is);
+/// their results are merged in the order of ranks and rounded once, which gives the same bits in
+/// every run with as many. Takes no other lengths, prefix_groups, tree_mask, bias, expressions and
+/// dropout.
 FULGUR_API DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
                                 const Distribution& distribution);
 FULGUR_API DistributedPlan plan(const BackwardArgs& args, const Options& options,

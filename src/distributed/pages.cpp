@@ -1,0 +1,266 @@
+#include "distributed/pages.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <span>
+#include <utility>
+
+#include "base/check.h"
+#include "call/mask.h"
+#include "distributed/elements.h"
+#include "distributed/host_memory.h"
+#include "distributed/shipment.h"
+#include "fulgur/merge.h"
+
+namespace fulgur::distributed {
+
+/// Each query as a sequence of its own: which of the keys on this rank it sees.
+struct PagesPlan::Rows {
+  std::vector<int32_t> first, end, table, diagonal;
+};
+
+namespace {
+
+/// A part that lies side by side, with each query as a sequence of its own, and its LSE.
+Tensor by_rows(const Part& x) {
+  return Tensor::contiguous(x.data, x.dtype, {x.shape[0] * x.shape[1], 1, x.shape[2], x.shape[3]});
+}
+Tensor lse_by_rows(const Part& x) {
+  return Tensor::contiguous(x.data, x.dtype, {x.shape[0] * x.shape[1], x.shape[2], 1});
+}
+
+}  // namespace
+
+struct PagesPlan::Memory {
+  Part q, out, lse;              // of all heads, over the keys of this rank
+  std::vector<Part> outs, lses;  // of some heads, from all ranks
+  Part merged, merged_lse;
+
+  Memory(const PagesPlan& plan, StepMemory arena) {
+    const Problem& p = plan.problem_;
+    const DType partial = plan.partial_dtype();
+    const int64_t heads = plan.heads(plan.me_).count;
+    const auto rows = [&](DType dtype, int64_t of_heads, int64_t dim) {
+      return arena.rows(dtype, p.batch, p.sq, of_heads, dim);
+    };
+    q = rows(partial, p.hq, p.d);
+    out = rows(partial, p.hq, p.dv);
+    lse = rows(partial, p.hq, 1);
+    for (int r = 0; r < plan.ranks_; ++r) {
+      outs.push_back(rows(partial, heads, p.dv));
+      lses.push_back(rows(partial, heads, 1));
+    }
+    merged = rows(p.dtypes.out, heads, p.dv);
+    merged_lse = rows(partial, heads, 1);
+    bytes = arena.used();
+  }
+  int64_t bytes;
+};
+
+namespace {
+
+void check_supported(const ForwardArgs& args, const Options& options,
+                     const Distribution& distribution) {
+  if (distribution.head_ranks != 1) {
+    fail("head_ranks", "got {}, want 1 with rows by page", distribution.head_ranks);
+  }
+  if (!args.cache.page_table.given()) fail("page_table", "not given, want it with rows by page");
+  const auto refuse = [](const char* name, bool given) {
+    if (given) fail(name, "given with rows by page, which take none");
+  };
+  refuse("page_indptr", args.cache.page_indptr.given());
+  refuse("leftpad_k", args.cache.leftpad_k.given());
+  refuse("cu_seqlens_q", args.lengths.cu_seqlens_q.given());
+  refuse("seqused_q", args.lengths.seqused_q.given());
+  refuse("prefix_groups", args.shared_prefix.prefix_groups.given());
+  refuse("tree_mask", args.tree_mask.given());
+  refuse("bias", args.bias.given());
+  refuse("score_mod", options.score_mod.given());
+  refuse("mask_mod", options.mask_mod.given());
+  refuse("dropout_p", options.dropout_p != 0);
+  refuse("origin", options.origin != Origin{});
+  if (!on_host(args.q)) {
+    throw Error(Status::kUnsupported,
+                fmt::format("q: got {}, want cpu with rows by page", name_of(args.q.device)));
+  }
+  const ConstTensor& used = args.lengths.seqused_k;
+  if (used.given() && !on_host(used)) fail("seqused_k", "got {}, want cpu", name_of(used.device));
+}
+
+/// What a call of queries as sequences of their own cannot have for each sequence of the batch.
+void check_scales(const ForwardArgs& args, const Problem& p) {
+  const Descales& d = args.descales;
+  for (const auto& [name, t] :
+       {std::pair{"k_descale", &d.k_descale}, std::pair{"v_descale", &d.v_descale},
+        std::pair{"k_zero_point", &d.k_zero_point}, std::pair{"v_zero_point", &d.v_zero_point}}) {
+    if (t->given() && t->rank == 2 && t->shape[0] > 1 && p.sq > 1) {
+      fail(name, "got one for each sequence with {} queries each, want one for all", p.sq);
+    }
+  }
+}
+
+/// ALiBi by the places that keys have among those of all ranks. Page j of this rank is page
+/// j * ranks + rank of the sequence.
+Expr alibi(const ConstTensor& slopes, int64_t sq, int64_t page, int rank, int ranks) {
+  using namespace symbols;
+  const auto literal = [](int64_t n) { return Expr(static_cast<int32_t>(n)); };
+  const TensorSymbol slope("slope", DType::kF32, slopes.rank), diagonal("diagonal", DType::kI32, 1),
+      first("first", DType::kI32, 1);
+  const Expr own = k + first(b), size = literal(page);
+  const Expr key = floor_div(own, size) * literal(page * ranks) + literal(page * rank) + own % size;
+  const Expr of_head = slopes.rank == 1 ? slope(h) : slope(floor_div(b, literal(sq)), h);
+  return score - of_head * to_float(abs(diagonal(b) - key));
+}
+
+}  // namespace
+
+PagesPlan::PagesPlan(const ForwardArgs& args, const Options& options, const Group& group,
+                     const Distribution& distribution)
+    : group_(group), me_(group.rank()), ranks_(group.size()), options_(options), planned_(args) {
+  std::optional<Error> error;
+  Fields fields;
+  try {
+    check_supported(args, options, distribution);
+    problem_ = make_problem(args, options);
+    check_scales(args, problem_);
+    fields = fields_of(args, problem_, distribution);
+    fields.emplace_back("page", fmt::format("{}", problem_.cache.page));
+    rows_of(args);  // checks the lengths
+    fields.emplace_back("seqused_k", values_of(args.lengths.seqused_k));
+    const int64_t bytes = workspace_bytes();
+    if (!problem_.has_room(bytes)) {
+      fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, bytes);
+    }
+  } catch (const Error& wrong) {
+    error = wrong;
+  }
+  group_.impl().agree(error, fields, {});
+}
+
+Heads PagesPlan::heads(int rank) const {
+  const int64_t begin = problem_.hq * rank / ranks_;
+  return {begin, problem_.hq * (rank + 1) / ranks_ - begin};
+}
+
+int64_t PagesPlan::keys_before(int64_t key) const {
+  const int64_t size = problem_.cache.page, page = key / size;
+  const int64_t pages = (page - me_ + ranks_ - 1) / ranks_;  // those before it that are here
+  return pages * size + (page % ranks_ == me_ ? key % size : 0);
+}
+
+PagesPlan::Rows PagesPlan::rows_of(const ForwardArgs& args) const {
+  const ConstTensor& table = args.cache.page_table;
+  check_data("seqused_k", args.lengths.seqused_k);
+  check_data("page_table", table);
+  const auto* const lengths = static_cast<const int32_t*>(args.lengths.seqused_k.data);
+  const auto* const ids = static_cast<const int32_t*>(table.data);
+  const int64_t pages = table.shape[1];
+  Rows all;
+  for (int64_t n = 0; n < problem_.batch; ++n) {
+    const int64_t keys = lengths[n];
+    if (keys < 0) fail("seqused_k", "got {} at {}, want >= 0", keys, n);
+    if (keys_before(keys) > pages * problem_.cache.page) {
+      fail("seqused_k", "got {} at {}, of which {} lie here, want at most the {} of page_table",
+           keys, n, keys_before(keys), pages * problem_.cache.page);
+    }
+    const Sequence sequence{0, 0, problem_.sq, keys};
+    for (int64_t i = 0; i < problem_.sq; ++i) {
+      const KeyRange seen = visible_keys(problem_.mask, sequence, i);
+      all.first.push_back(static_cast<int32_t>(seen.empty() ? 0 : keys_before(seen.begin)));
+      all.end.push_back(static_cast<int32_t>(seen.empty() ? 0 : keys_before(seen.end)));
+      all.diagonal.push_back(static_cast<int32_t>(diagonal_of(problem_.mask, sequence, i)));
+      const auto* const own = ids + n * table.strides[0];
+      all.table.insert(all.table.end(), own, own + pages);
+    }
+  }
+  return all;
+}
+
+void PagesPlan::run(const ForwardArgs& args, const Run& run) const {
+  run_as_planned(group_.impl(), planned_, args, run, [&] { compute(args, run); });
+}
+
+void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
+  const Problem& p = problem_;
+  const std::unique_ptr<std::byte[]> base(new std::byte[workspace_bytes()]);
+  const Memory memory(*this, StepMemory(base.get()));
+  Rows of_rows = rows_of(args);
+  const int64_t n = rows();
+  const auto numbers = [](std::vector<int32_t>& of, std::initializer_list<int64_t> shape) {
+    return ConstTensor::contiguous(of.data(), DType::kI32, shape);
+  };
+  convert(args.q, memory.q.tensor());
+
+  ForwardArgs call;
+  call.q = by_rows(memory.q);
+  call.k = args.k;
+  call.v = args.v;
+  call.out = by_rows(memory.out);
+  call.lse = lse_by_rows(memory.lse);
+  call.descales = args.descales;
+  call.cache.page_table = numbers(of_rows.table, {n, args.cache.page_table.shape[1]});
+  call.cache.leftpad_k = numbers(of_rows.first, {n});
+  call.lengths.seqused_k = numbers(of_rows.end, {n});
+  std::vector<float> sinks(p.hq);
+  if (me_ == 0 && args.sinks.given()) {  // they join the softmax once
+    const Tensor own = Tensor::contiguous(sinks.data(), DType::kF32, {p.hq});
+    convert(args.sinks, own);
+    call.sinks = own;
+  }
+  Options options = options_;
+  options.mask = full();
+  options.scale = p.scale;
+  options.max_seqlen_q = options.max_seqlen_k = options.max_workspace = 0;
+  if (args.alibi_slopes.given()) {
+    options.score_mod = alibi(args.alibi_slopes, p.sq, p.cache.page, me_, ranks_);
+    call.tensors = {{"slope", args.alibi_slopes},
+                    {"diagonal", numbers(of_rows.diagonal, {n})},
+                    {"first", numbers(of_rows.first, {n})}};
+  }
+  fulgur::forward(call, options, run);
+
+  Group::Impl& group = group_.impl();
+  HostMemory transfers(group);
+  Shipment partials(group, transfers);
+  for (int r = 0; r < ranks_; ++r) {
+    for (const auto& [all, from] :
+         {std::pair{&memory.out, &memory.outs[r]}, std::pair{&memory.lse, &memory.lses[r]}}) {
+      partials.send(r, all->heads(heads(r).begin, heads(r).count));
+      partials.receive(r, *from);
+    }
+  }
+  partials.run(false);
+  if (heads(me_).count > 0) {
+    std::vector<Partial> parts;
+    for (int r = 0; r < ranks_; ++r) {
+      parts.push_back({by_rows(memory.outs[r]), lse_by_rows(memory.lses[r])});
+    }
+    merge(parts, {by_rows(memory.merged), lse_by_rows(memory.merged_lse)}, run);
+  }
+  Shipment results(group, transfers);
+  for (int r = 0; r < ranks_; ++r) {
+    const auto exchange = [&](const Part& own, const Part& all) {
+      results.send(r, own);
+      results.receive(r, all.heads(heads(r).begin, heads(r).count));
+    };
+    exchange(memory.merged, Part::of_rows(args.out));
+    if (args.lse.given()) exchange(memory.merged_lse, Part::of_lse(args.lse));
+  }
+  results.run(false);
+}
+
+int64_t PagesPlan::workspace_bytes() const { return Memory(*this, StepMemory(nullptr)).bytes; }
+
+std::string PagesPlan::explain() const {
+  const Problem& p = problem_;
+  return fmt::format(
+      "rank {} of {}: all of {} queries of {} sequences, over every {}th page of {} keys\n"
+      "  merges the results of all ranks of {} of {} q heads, in the order of ranks\n"
+      "  {} bytes of memory",
+      me_, ranks_, p.sq, p.batch, ranks_, p.cache.page, heads(me_).count, p.hq, workspace_bytes());
+}
+
+}  // namespace fulgur::distributed
