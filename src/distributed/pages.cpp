@@ -62,8 +62,8 @@ struct PagesPlan::Memory {
 
 namespace {
 
-void check_supported(const ForwardArgs& args, const Options& options,
-                     const Distribution& distribution) {
+void check_by_page(const ForwardArgs& args, const Options& options,
+                   const Distribution& distribution) {
   if (distribution.head_ranks != 1) {
     fail("head_ranks", "got {}, want 1 with rows by page", distribution.head_ranks);
   }
@@ -123,7 +123,7 @@ PagesPlan::PagesPlan(const ForwardArgs& args, const Options& options, const Grou
   std::optional<Error> error;
   Fields fields;
   try {
-    check_supported(args, options, distribution);
+    check_by_page(args, options, distribution);
     problem_ = make_problem(args, options);
     check_scales(args, problem_);
     fields = fields_of(args, problem_, distribution);
