@@ -37,21 +37,23 @@ void for_each_option(Visit&& visit, Options& options) {
   visit("deterministic", options.deterministic);
 }
 
-/// k and v have the dtype of q, as their gradients and PyTorch and JAX themselves want it. Throws
-/// Error(kInvalidArgument). What q may be the call says.
+/// k and v have the dtype of q, as their gradients and PyTorch and JAX themselves want it, or codes.
+/// Throws Error(kInvalidArgument). What q may be, and which codes, the call says.
 inline void check_one_dtype(const ForwardArgs& args) {
   if (args.q.dtype > DType::kF64) return;
   for (const auto& [name, t] : {std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
-    if (!t->given() || t->dtype == args.q.dtype) continue;
+    if (!t->given() || t->dtype == args.q.dtype || t->dtype >= DType::kE4M3) continue;
     throw Error(Status::kInvalidArgument, fmt::format("{}: got {}, want {} (the dtype of q)", name,
                                                       name_of(t->dtype), name_of(args.q.dtype)));
   }
 }
 
-// Which tensors of a table an operator or a call takes: none of codes, and so no descales.
+// Which tensors of a table an operator or a call takes: but for one none of codes, and so no
+// descales.
 
 inline bool every(const TensorRule& rule) { return rule.type != TensorType::kDescale; }
 inline bool inputs(const TensorRule& rule) { return every(rule) && !rule.written(); }
+inline bool inputs_and_descales(const TensorRule& rule) { return !rule.written(); }
 inline bool outputs(const TensorRule& rule) { return every(rule) && rule.written(); }
 /// A call that appends reads k and v from its caches, which are tensors of NewRows.
 inline bool inputs_but_keys(const TensorRule& rule) {

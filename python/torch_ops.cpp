@@ -87,11 +87,16 @@ struct Torch {
       cpu_library.optional<const char*()>("torch_exception_get_what_without_backtrace");
 
   int32_t cpu = constant("device_type_cpu"), cuda = constant("device_type_cuda");
-  std::vector<std::pair<int32_t, DType>> dtypes{
-      {constant("dtype_float32"), DType::kF32}, {constant("dtype_bfloat16"), DType::kBF16},
-      {constant("dtype_float16"), DType::kF16}, {constant("dtype_float64"), DType::kF64},
-      {constant("dtype_int32"), DType::kI32},   {constant("dtype_int64"), DType::kI64},
-      {constant("dtype_bool"), DType::kBool}};
+  std::vector<std::pair<int32_t, DType>> dtypes{{constant("dtype_float32"), DType::kF32},
+                                                {constant("dtype_bfloat16"), DType::kBF16},
+                                                {constant("dtype_float16"), DType::kF16},
+                                                {constant("dtype_float64"), DType::kF64},
+                                                {constant("dtype_int32"), DType::kI32},
+                                                {constant("dtype_int64"), DType::kI64},
+                                                {constant("dtype_bool"), DType::kBool},
+                                                {constant("dtype_float8_e4m3fn"), DType::kE4M3},
+                                                {constant("dtype_float8_e5m2"), DType::kE5M2},
+                                                {constant("dtype_int8"), DType::kInt8}};
 
   int32_t constant(const char* name) const {
     return cpu_library.function<int32_t()>((std::string("aoti_torch_") + name).c_str())();
@@ -202,8 +207,8 @@ DType dtype_of(const char* name, Handle handle) {
   }
   throw Error(
       Status::kInvalidArgument,
-      fmt::format("{}: got another dtype, want float32, bfloat16, float16, float64, or int32 "
-                  "for lengths",
+      fmt::format("{}: got another dtype, want float32, bfloat16, float16, float64, a float8 or "
+                  "int8, or int32 for lengths",
                   name));
 }
 
@@ -357,9 +362,10 @@ void run_forward(ForwardArgs& args, const ConstTensor& v, Options& options, uint
   const bool packed = q.rank == 3;
   const int64_t dv = v.shape[v.rank - 1];
   const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const DType out_dtype = q.dtype > DType::kF64 ? DType::kBF16 : q.dtype;
   const auto& n = q.shape;
-  auto [out, out_view] = packed ? empty(q.dtype, {n[0], n[1], dv}, q.device)
-                                : empty(q.dtype, {n[0], n[1], n[2], dv}, q.device);
+  auto [out, out_view] = packed ? empty(out_dtype, {n[0], n[1], dv}, q.device)
+                                : empty(out_dtype, {n[0], n[1], n[2], dv}, q.device);
   auto [lse, lse_view] = packed ? empty(lse_dtype, {n[1], n[0]}, q.device)
                                 : empty(lse_dtype, {n[0], n[2], n[1]}, q.device);
   args.out = out_view;
@@ -394,7 +400,7 @@ struct Forward : ForwardPass<inputs_with_gradient> {
   using ForwardPass::ForwardPass;
 };
 
-struct ForwardCached : ForwardPass<inputs> {
+struct ForwardCached : ForwardPass<inputs_and_descales> {
   static constexpr const char* kName = "forward_cached";
   using ForwardPass::ForwardPass;
 };

@@ -427,7 +427,7 @@ def _of_run(*groups):
 # and of XLA.
 _OF_EXPRESSIONS = " score_mod mask_mod tensors"
 _OF_CODES = " q_descale k_descale v_descale k_zero_point v_zero_point"
-_TORCHS = "seed offset rng_state threads engine algorithm out stream" + _OF_CODES
+_TORCHS = "seed offset rng_state threads engine algorithm out stream"
 _JAXS = "rng_state threads engine algorithm out stream" + _OF_CODES + _OF_EXPRESSIONS
 _OF_TORCH = {
     "alibi_slopes": "; gets no gradient.",

@@ -46,6 +46,11 @@ def attention(
     tree_mask: Tensor | None = None,
     prefix_groups: Tensor | None = None,
     prefix_lens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    k_zero_point: Tensor | None = None,
+    v_zero_point: Tensor | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -55,9 +60,9 @@ def attention(
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q,
-    k and v are cast to its dtype, float64 apart; with a cache, q alone is cast, to the dtype of the
-    cache.
+    k, v, bias, sinks and the tensors of score_mod; caches, tree masks and low-bit tensors (float8 and int8, with
+    descales) have none. Under autocast q, k and v are cast to its dtype, float64 apart; with a cache, q alone is
+    cast, to the dtype of the cache, and with low-bit tensors nothing is.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 576.
@@ -114,6 +119,14 @@ def attention(
             sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
             ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are read
             once, through the pages of the first sequence, where that pays. Both or none.
+        q_descale, k_descale, v_descale: float32 or float16: what codes of q, k and v are multiplied by,
+            default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
+            for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
+            int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
+            q, k and v may all be float8_e4m3fn, with descales of the first two kinds, or k and v
+            float8, int8 or int4 beside a q of bf16 or f16.
+        k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
+            of the descale; default 0.
         deterministic: the backward pass gives the same bits in every run; so it does under
             ``torch.use_deterministic_algorithms(True)``.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
@@ -165,6 +178,11 @@ def attention(
     tree_mask: Tensor | None = None,
     prefix_groups: Tensor | None = None,
     prefix_lens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    k_zero_point: Tensor | None = None,
+    v_zero_point: Tensor | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -203,6 +221,11 @@ def attention(
     tree_mask: Tensor | None = None,
     prefix_groups: Tensor | None = None,
     prefix_lens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    k_zero_point: Tensor | None = None,
+    v_zero_point: Tensor | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,

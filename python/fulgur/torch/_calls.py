@@ -15,14 +15,15 @@ from fulgur.torch import _operators
 from fulgur.torch._autograd import Attention, FunctionalAttention
 from fulgur.torch._random import random_numbers
 from fulgur.torch._tensors import (
-    autocasts, cast_to_cache, sides, want_constant, want_no_gradient, whole_rows,
+    autocasts, cast_to_cache, has_codes, sides, want_constant, want_no_gradient, whole_rows,
 )  # fmt: skip
 
 _OPTIONS = frozenset(_fulgur.option_defaults())
 _OPTIONS_OF_APPEND = _OPTIONS & {x.name for x in _operators.append._schema.arguments}
 _CONSTANTS = {"scale", "softcap", "alibi_slopes"}
 _WITH_GRADIENT = frozenset(x for x in OPTIONAL["forward"] if x not in WITHOUT_GRADIENT)
-_OF_CACHES = frozenset(WITHOUT_GRADIENT) - {"tree_mask", "prefix_groups", "prefix_lens"}
+_OF_CODES = frozenset(x for x in WITHOUT_GRADIENT if x.endswith(("_descale", "_zero_point")))
+_OF_CACHES = frozenset(WITHOUT_GRADIENT) - _OF_CODES - {"tree_mask", "prefix_groups", "prefix_lens"}
 
 
 def _given(names, given):
@@ -45,9 +46,9 @@ def attention(q, k, v, **given):
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on tensors of PyTorch, and records gradients to q,
-    k, v, bias, sinks and the tensors of score_mod; caches and tree masks have none. Under autocast q,
-    k and v are cast to its dtype, float64 apart; with a cache, q alone is cast, to the dtype of the
-    cache.
+    k, v, bias, sinks and the tensors of score_mod; caches, tree masks and low-bit tensors (float8 and int8, with
+    descales) have none. Under autocast q, k and v are cast to its dtype, float64 apart; with a cache, q alone is
+    cast, to the dtype of the cache, and with low-bit tensors nothing is.
 
     Args:
         {arguments}
@@ -70,10 +71,11 @@ def attention(q, k, v, **given):
     mods = expressions.tensors_of(given)
     if given.get("score_mod") is not None or given.get("mask_mod") is not None or mods:
         numbers |= expressions.texts(given, mods)
-    cached = not _OF_CACHES.isdisjoint(cache)
-    if cache:
-        want_no_gradient("caches" if cached else "tree masks", q=q, k=k, v=v, sinks=sinks, bias=bias, **mods)
-    if autocasts(q):
+    cached, codes = not _OF_CACHES.isdisjoint(cache), has_codes(q, k, v)
+    if cache or codes:
+        of = "caches" if cached else "low-bit tensors" if codes else "tree masks"
+        want_no_gradient(of, q=q, k=k, v=v, sinks=sinks, bias=bias, **_given(_OF_CODES, cache), **mods)
+    if autocasts(q) and not codes:
         dtype = k.dtype if cached else torch.get_autocast_dtype(q.device.type)
         q = q.to(dtype)
         if not cached:
@@ -88,9 +90,9 @@ def attention(q, k, v, **given):
     # What vmap maps may require grad outside of it, and does not say so inside. In a graph the operator's rule
     # under vmap refuses it: PyTorch 2.11 does not trace the Function there.
     mapped = functional and not dynamo and any(map(is_batchedtensor, (q, k, v, *tensors.values())))
-    if cache and "score_mod" in numbers:
+    if (cache or codes) and "score_mod" in numbers:
         out, lse = expressions.forward(q, k, v, tensors | numbers | cache)
-    elif cache:
+    elif cache or codes:
         out, lse = _operators.forward_cached(q, k, v, **tensors, **numbers, **cache)
     elif mapped or forward_ad._current_level >= 0 or torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad

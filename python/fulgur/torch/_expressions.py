@@ -10,7 +10,7 @@ from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur.torch import _operators
 from fulgur.torch._operators import by_name, library
-from fulgur.torch._tensors import whole_rows
+from fulgur.torch._tensors import has_codes, whole_rows
 
 MODS = ("score_mod", "mask_mod")
 # What the tensors of expressions are called among those of a call.
@@ -109,7 +109,8 @@ def _written(name, x):
 
 def _results(q, v, **_):
     """Empty out, in the layout of q, and lse."""
-    out = torch.empty_like(q) if q.shape[-1] == v.shape[-1] else _operators.empty_out(q, v)
+    like_q = q.shape[-1] == v.shape[-1] and not has_codes(q)
+    out = torch.empty_like(q) if like_q else _operators.empty_out(q, v)
     return out, _operators.empty_lse(q)
 
 

@@ -4,6 +4,7 @@ import torch
 
 from fulgur import _fulgur
 from fulgur._arguments import want_dense
+from fulgur.torch._tensors import has_codes
 
 if torch.__version__ < (2, 11):
     raise ImportError(f"fulgur.torch: got PyTorch {torch.__version__}, want 2.11 or newer")
@@ -58,7 +59,7 @@ def fake(op):
 
 
 def empty_out(q, v):
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return q.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.bfloat16 if has_codes(q) else q.dtype)
 
 
 def empty_lse(q):

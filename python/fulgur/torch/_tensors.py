@@ -7,6 +7,13 @@ from torch.autograd import forward_ad
 from fulgur._arguments import want_dense
 
 
+CODES = frozenset((torch.float8_e4m3fn, torch.float8_e5m2, torch.int8))
+
+
+def has_codes(*tensors):
+    return any([getattr(x, "dtype", None) in CODES for x in tensors])
+
+
 def whole_rows(name, x):
     """A tensor with rows in one piece."""
     try:

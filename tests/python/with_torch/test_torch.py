@@ -412,7 +412,7 @@ class TestWrongArguments:
             (dict(v=torch.zeros(3, 9, 2, 16)), "^v: "),
             (dict(q=torch.zeros(7)), "^q: got f32 .7., want .batch"),
             (dict(q=torch.zeros(1, 1, 1, 1, 8)), "^q: got 5 dimensions"),
-            (dict(q=torch.zeros(2, 7, 4, 8, dtype=torch.int8)), "^q: got another dtype"),
+            (dict(q=torch.zeros(2, 7, 4, 8, dtype=torch.uint8)), "^q: got another dtype"),
             (dict(q=torch.zeros(2, 7, 4, 8, dtype=torch.int32)), "^q: "),
             (dict(softcap=-1.0), "^softcap: "),
             (dict(dropout_p=1.0), "^dropout_p: "),
