@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "base/check.h"
+#include "cuda/common/call_kernel.h"
 #include "cuda/common/launch.h"
 #include "kernels/backward/add_rows_params.h"
 
@@ -34,10 +35,8 @@ void add_rows(Gpu& gpu, CUstream stream, const Part& from, const Part& to, bool 
   const AddRowsParams params{strided(from), strided(to), adds,       to.shape[0],
                              to.shape[1],   to.shape[2], to.shape[3]};
   const CurrentContext current(gpu.context());
-  const CUfunction kernel =
-      gpu.kernel({{"backward/add_rows.cu", ""}, "fulgur_add_rows", 0}).function;
-  launch(stream, kernel, &params, {kAddBlocks * gpu.sms()}, kAddRowsThreads, 0,
-         "launching the kernel that adds rows");
+  launch(stream, loaded(CallKernel::kAddRows, gpu, stream), &params, {kAddBlocks * gpu.sms()},
+         kAddRowsThreads, 0, "launching the kernel that adds rows");
 }
 
 /// What names the machine that a process runs on.
@@ -177,6 +176,9 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
     check(driver().cuMemAlloc(&room.data, size),
           fmt::format("{} bytes for rows of other ranks", size).c_str());
     room.bytes = size;
+    if (use == kSends) {
+      check(driver().cuIpcGetMemHandle(&sends_handle_, room.data), "cuIpcGetMemHandle");
+    }
   }
   return reinterpret_cast<std::byte*>(room.data);
 }
@@ -199,8 +201,8 @@ void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
                             std::span<const std::span<std::byte>> receives) {
   const CurrentContext current(gpu_.context());
   const Room& room = rooms_[kSends];
-  Offer own{.process = static_cast<uint64_t>(getpid()), .room = room.data};
-  check(driver().cuIpcGetMemHandle(&own.handle, room.data), "cuIpcGetMemHandle");
+  const Offer own{
+      .handle = sends_handle_, .process = static_cast<uint64_t>(getpid()), .room = room.data};
   finish();  // what is sent lies there
   // Who may read what, then that all have read.
   std::vector<Offer> mine(group_.ranks, own), theirs(group_.ranks);

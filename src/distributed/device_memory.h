@@ -61,6 +61,7 @@ class DeviceMemory final : public OnStream<Memory> {
 
   Group::Impl& group_;
   std::array<Room, kUses> rooms_;
+  cuda::CUipcMemHandle sends_handle_{};
   std::vector<cuda::CUdeviceptr> replaced_;  ///< that others may have opened
   std::vector<Opened> opened_;
 };

@@ -1,5 +1,6 @@
 #include "distributed/group.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <sstream>
@@ -124,25 +125,36 @@ void Group::Impl::leave(const std::string& why) {
 }
 
 std::vector<std::string> Group::Impl::gather(const std::string& text) {
+  // The sizes come with as much as most texts have.
+  constexpr size_t kFirst = 4096;
+  struct First {
+    uint64_t size;
+    char text[kFirst];
+  };
   std::vector<std::string> all(ranks);
   all[rank] = text;
   std::vector<std::span<const std::byte>> sends(ranks);
   std::vector<std::span<std::byte>> receives(ranks);
-  const uint64_t size = text.size();
-  std::vector<uint64_t> sizes(ranks);
-  const auto step = [&](const auto& mine, const auto& theirs) {
-    for (int r = 0; r < ranks; ++r) {
-      if (r == rank) continue;
-      sends[r] = std::as_bytes(mine);
-      receives[r] = std::as_writable_bytes(theirs(r));
-    }
-    exchange(sends, receives);
-  };
-  step(std::span(&size, 1), [&](int r) { return std::span(&sizes[r], 1); });
+  First own{text.size(), {}};
+  text.copy(own.text, kFirst);
+  std::vector<First> firsts(ranks);
   for (int r = 0; r < ranks; ++r) {
-    if (r != rank) all[r].resize(sizes[r]);
+    if (r == rank) continue;
+    sends[r] = std::as_bytes(std::span(&own, 1));
+    receives[r] = std::as_writable_bytes(std::span(&firsts[r], 1));
   }
-  step(std::span(text), [&](int r) { return std::span(all[r]); });
+  exchange(sends, receives);
+  bool more = text.size() > kFirst;
+  const auto rest = [kFirst](auto whole) { return whole.subspan(std::min(kFirst, whole.size())); };
+  for (int r = 0; r < ranks; ++r) {
+    if (r == rank) continue;
+    all[r].resize(firsts[r].size);
+    std::copy_n(firsts[r].text, std::min<size_t>(kFirst, firsts[r].size), all[r].data());
+    sends[r] = rest(std::as_bytes(std::span(text)));
+    receives[r] = rest(std::as_writable_bytes(std::span(all[r])));
+    more |= firsts[r].size > kFirst;
+  }
+  if (more) exchange(sends, receives);
   return all;
 }
 

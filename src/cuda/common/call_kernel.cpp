@@ -23,6 +23,7 @@ KernelUse use_of(CallKernel kernel) {
     return {{"common/upload_metadata.cu", ""}, "fulgur_upload_metadata", 0};
   if (kernel == CallKernel::kDivide)
     return {{"common/shared_prefix.cu", ""}, "fulgur_shared_prefix", 0};
+  if (kernel == CallKernel::kAddRows) return {{"backward/add_rows.cu", ""}, "fulgur_add_rows", 0};
   const char* const elements[] = {"kF16", "kBF16", "kF32"};
   const bool codes = kernel >= CallKernel::kQuantizeF16 && kernel <= CallKernel::kQuantizeF32;
   const std::string header = fmt::format(
