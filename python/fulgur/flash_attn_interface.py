@@ -9,12 +9,11 @@ bfloat16 then, as upstream's, and has no gradient.
 
 import torch
 
-import fulgur
 from fulgur import _drop_in
 from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention
-from fulgur.torch._tensors import whole_rows
+from fulgur.torch._tensors import has_codes, whole_rows
 
 _backward_into = torch.ops.fulgur.backward_into.default
 
@@ -29,17 +28,18 @@ def _attention(
         scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
         softcap=softcap, return_lse=True, **packed,
     )  # fmt: skip
-    if getattr(q, "dtype", None) in _FLOAT8:
-        results = named(OPTIONS, fulgur.attention, q, k, v, **descales, **options)
+    if has_codes(q):
+        options |= descales
     else:
-        for name, descale in descales.items():
-            if descale is not None:
-                raise ValueError(f"{name}: given with a q of {_dtype_of(q)}, want it with float8")
-        results = named(OPTIONS, attention, q, k, v, deterministic=deterministic, **options)
+        _want_no_descales("q", q, descales)
+    results = named(OPTIONS, attention, q, k, v, deterministic=deterministic, **options)
     return results if return_attn_probs else results[0]
 
 
-_FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+def _want_no_descales(of, tensor, descales):
+    for name, descale in descales.items():
+        if descale is not None:
+            raise ValueError(f"{name}: given with a {of} of {_dtype_of(tensor)}, want it with float8")
 
 
 def _dtype_of(tensor):
@@ -115,9 +115,20 @@ def flash_attn_with_kvcache(
 
     rotary_cos and rotary_sin rotate k to cache_seqlens + its row, and q likewise if ``causal``,
     a window or chunks bound it, else all of q to cache_seqlens; rotary_seqlens stands in for
-    cache_seqlens there. With page_table, cache_batch_idx names its rows.
+    cache_seqlens there. With page_table, cache_batch_idx names its rows. Caches of float8 take no
+    new rows, and a q of float8, bfloat16 or float16.
     """
-    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    refuse(qv=qv)
+    descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    if has_codes(k_cache):
+        if k is not None or v is not None:
+            raise NotImplementedError(
+                "k: given with a cache of float8; want fulgur.append_attention, which quantizes new rows"
+            )
+        q, descales = _as_bfloat16(q, descales)
+    else:
+        _want_no_descales("k_cache", k_cache, descales)
+        descales = {}
     want_int32(
         cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
         page_table=page_table, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new,
@@ -129,9 +140,20 @@ def flash_attn_with_kvcache(
         cache_batch_idx=cache_batch_idx, page_table=page_table, cache_leftpad=cache_leftpad,
         cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
         scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
-        softcap=softcap,
+        softcap=softcap, **descales,
     )  # fmt: skip
     return (out, lse, None, None) if return_softmax_lse else out
+
+
+def _as_bfloat16(q, descales):
+    """A q of float8 in bfloat16, which has its numbers; what they are multiplied by goes to those of k."""
+    of_q, of_k, of_v = descales.values()
+    if has_codes(q):
+        q = q.to(torch.bfloat16)
+        of_k = of_q if of_k is None else of_k if of_q is None else of_k * of_q
+    elif of_q is not None:
+        _want_no_descales("q", q, {"q_descale": of_q})
+    return q, {"k_descale": of_k, "v_descale": of_v}
 
 
 def _with_kvcache(*args, page_table, cache_batch_idx, **options):

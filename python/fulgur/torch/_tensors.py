@@ -37,7 +37,8 @@ def autocasts(q):
 
 def cast_to_cache(k_cache, *rows):
     """Rows that go with a cache, under autocast in its dtype: what lies in the cache stays as it is."""
-    return [x.to(k_cache.dtype) if x is not None and autocasts(x) else x for x in rows]
+    casts = not has_codes(k_cache)
+    return [x.to(k_cache.dtype) if casts and x is not None and autocasts(x) else x for x in rows]
 
 
 def sides(window):

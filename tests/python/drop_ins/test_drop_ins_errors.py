@@ -25,8 +25,7 @@ REFUSED = [
     (fa3.flash_attn_func, 3, "qv"),
     (fa3.flash_attn_varlen_func, 7, "qv"),
     *((fa3._flash_attn_forward, 3, name) for name in ("qv", "q_descale", "k_descale", "v_descale")),
-    *((fa3.flash_attn_with_kvcache, 3, name) for name in (
-        "qv", "q_descale", "k_descale", "v_descale")),
+    (fa3.flash_attn_with_kvcache, 3, "qv"),
     *((function, 3, name) for function in (fa4.flash_attn_func, fa4.flash_attn_varlen_func) for name in (
         *OF_MODS, "score_mod_bwd", "qv", "gather_kv_indices", "gather_bwd_recompute_p", "gather_bwd_token_chunk")),
     (fa4.flash_attn_func, 3, "block_sparse_tensors_bwd"),
@@ -51,9 +50,13 @@ def test_descales_are_of_float8(name):
     q, k, v = make_qkv()
     with pytest.raises(ValueError, match=f"^{name}: given with a q of float32, want it with float8$"):
         fa3.flash_attn_func(q, k, v, **{name: torch.ones(2, 2)})
+    with pytest.raises(ValueError, match=f"^{name}: given with a k_cache of float32, want it with float8$"):
+        fa3.flash_attn_with_kvcache(q, k, v, **{name: torch.ones(2, 2)})
     k8 = k.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match="^q_descale: got shape"):
+    with pytest.raises(RuntimeError, match="^q_descale: got shape"):
         fa3.flash_attn_func(q.to(torch.float8_e4m3fn), k8, k8, q_descale=torch.ones(3, 7))
+    with pytest.raises(NotImplementedError, match="^k: given with a cache of float8"):
+        fa3.flash_attn_with_kvcache(q, k8, k8, k, v, cache_seqlens=3)
 
 
 Q, KV, QKV, ENDS = (2, 5, 4, 8), (2, 7, 2, 2, 8), (2, 5, 3, 4, 8), int32(0, 2, 9)

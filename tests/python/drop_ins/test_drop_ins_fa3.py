@@ -44,6 +44,28 @@ class TestFlashAttention3:
         got = fa3.flash_attn_varlen_func(*packed, *ends, **dict(zip(names, descales, strict=True)), **theirs)
         assert torch.equal(got, out.flatten(0, 1))
 
+    @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16])
+    def test_caches_of_float8(self, dtype):
+        """Of queries in float8, which are multiplied by their descales, and in 16 bits."""
+        q, k, v = make_qkv()
+        q, k, v = q.to(dtype), k.to(torch.float8_e4m3fn), v.to(torch.float8_e5m2)
+        names = ("q_descale", "k_descale", "v_descale")
+        descales = {name: torch.rand(2, 2) + 0.5 for name in names[dtype == torch.bfloat16 :]}
+        numbers = [
+            x.float() * descales[name].repeat_interleave(x.shape[2] // 2, 1)[:, None, :, None] if name in descales
+            else x.float()
+            for name, x in zip(names, (q, k, v), strict=True)
+        ]  # fmt: skip
+        pages = torch.tensor([[1], [0]], dtype=torch.int32)
+        caches = [x.flip(0).contiguous() for x in (k, v)]
+        out, lse, *_ = fa3.flash_attn_with_kvcache(
+            q, *caches, cache_seqlens=int32(6, 3), page_table=pages, causal=True, return_softmax_lse=True, **descales,
+        )  # fmt: skip
+        want = attention(*numbers, seqused_k=int32(6, 3), causal=True, return_lse=True)
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.float(), want[0], rtol=1e-2, atol=4e-3)
+        torch.testing.assert_close(lse, want[1], rtol=1e-3, atol=1e-3)
+
     @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(2, 1))])
     @pytest.mark.parametrize("chunk", [1, 3, 20])
     def test_chunks(self, options, chunk):
