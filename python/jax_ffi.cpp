@@ -62,11 +62,28 @@ class Numbers {
     if (next_ == numbers_.size()) fail(fmt::format("got {} numbers, want more of them", next_));
     return numbers_[next_++];
   }
+  std::span<const T> all() const { return numbers_; }
 
  private:
   std::span<const T> numbers_;
   size_t next_ = 0;
 };
+
+/// The texts of an attribute, which Python makes as an array of bytes with 0 between them.
+std::vector<std::string> texts_of(const xla::Attributes& attributes, std::string_view name) {
+  std::vector<std::string> texts;
+  const std::span<const char> all = Numbers<char>(attributes, name).all();
+  if (all.empty()) return texts;
+  texts.emplace_back();
+  for (const char c : all) {
+    if (c == 0) {
+      texts.emplace_back();
+    } else {
+      texts.back() += c;
+    }
+  }
+  return texts;
+}
 
 /// Takes operands, or results, in their order.
 class Reader {
@@ -134,6 +151,9 @@ struct Shared {
   Options options;
   bool interleaved = false;
   int64_t given = -1;  ///< a bit for each Arg
+  /// score_mod and mask_mod, where one is given; the tensors that they index, and of these those
+  /// whose gradients are wanted.
+  std::vector<std::string> mods{}, tensors{}, gradients{};
 
   /// Every tensor is there.
   Shared() = default;
@@ -151,6 +171,9 @@ struct Shared {
     for_each_option(read, options);
     interleaved = integers.next() != 0;
     given = integers.next();
+    mods = texts_of(attributes, "mods");
+    tensors = texts_of(attributes, "tensors");
+    gradients = texts_of(attributes, "dtensors");
   }
 
   bool has(Arg arg) const { return (given >> static_cast<int>(arg) & 1) != 0; }
@@ -204,6 +227,26 @@ void read(Args& args, const Shared& shared, bool (*takes)(const TensorRule&), Vi
   for_each_tensor(visit, args);
 }
 
+/// The tensors of expressions and their gradients, which come after all others, and the
+/// expressions.
+template <class View>
+void read_expressions(const Shared& shared, std::vector<TensorBinding>& tensors, Options& options,
+                      View operand, View result) {
+  std::vector<TensorSymbol> symbols;
+  for (const std::string& name : shared.tensors) {
+    const Tensor t = operand(name.c_str());
+    const bool wanted = std::ranges::find(shared.gradients, name) != shared.gradients.end();
+    tensors.push_back({name, t, wanted ? result(name.c_str()) : Tensor{}});
+    symbols.emplace_back(name, t.dtype, t.rank);
+  }
+  if (shared.mods.empty()) return;
+  const auto parsed = [&](const std::string& text) {
+    return text.empty() ? Expr() : parse_expression(text, symbols);
+  };
+  options.score_mod = parsed(shared.mods.front());
+  options.mask_mod = parsed(shared.mods.back());
+}
+
 /// What both passes have.
 template <class Arguments>
 struct Pass {
@@ -213,10 +256,11 @@ struct Pass {
   static Mapped mapped(const Shared& shared, const xla::Buffer& first) {
     const bool packed = shared.has(Arg::kCuSeqlensQ);
     Mapped mapped(first, packed ? 3 : 4);
-    // What dropout keeps depends on the place in the batch, which has to stay what it is; a batch
+    // What dropout keeps depends on the place in the batch, which has to stay what it is, as in
+    // expressions; a batch
     // has one sink for each head and one bias; and tables name places of the cache with them.
     mapped.folded = mapped.dims > 0 && !packed && !shared.has(Arg::kRngState) &&
-                    !shared.has(Arg::kSinks) && !shared.has(Arg::kBias) &&
+                    !shared.has(Arg::kSinks) && !shared.has(Arg::kBias) && shared.mods.empty() &&
                     !shared.has(Arg::kPageTable) && !shared.has(Arg::kCacheBatchIdx);
     return mapped;
   }
@@ -305,7 +349,10 @@ void call(const xla::CallFrame& frame, DeviceType type) {
         return view(name, from.next(), place.device, mapped, n);
       };
     };
-    const auto args = Call::read(shared, next(operands), next(results));
+    auto args = Call::read(shared, next(operands), next(results));
+    if constexpr (requires { args.tensors; }) {
+      read_expressions(shared, args.tensors, shared.options, next(operands), next(results));
+    }
     operands.finish();
     results.finish();
     if (prepares) {

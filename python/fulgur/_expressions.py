@@ -298,7 +298,7 @@ def made(name, what, views, symbols, places=SYMBOLS):
     raise TypeError(f"{name}: got {type(what).__name__}, want a text, a function or an Expression")
 
 
-def _views(tensors, stream=0):
+def _views(tensors, stream=0, view=_a.view):
     if tensors is None:
         return {}
     try:
@@ -308,7 +308,7 @@ def _views(tensors, stream=0):
     for name in named:
         if not isinstance(name, str):
             raise TypeError(f"tensors: got the name {name!r}, want a string")
-    return {name: _a.view(name, array, stream=stream) for name, array in named.items()}
+    return {name: view(name, array, stream=stream) for name, array in named.items()}
 
 
 def expression(what, *, tensors=None):
@@ -337,13 +337,13 @@ def expression(what, *, tensors=None):
     return Expression(expr, expr.text())
 
 
-def of_call(given, stream=0):
-    """The expressions of a call, as options, and its tensors, as what joins its views."""
+def of_call(given, stream=0, view=_a.view):
+    """The expressions of a call, as options, and its tensors, as what joins its views, by `view`."""
     mods = {name: given[name] for name in ("score_mod", "mask_mod") if given.get(name) is not None}
     tensors = given.get("tensors")
     if not mods and tensors is None:
         return {}, {}
-    views = _views(tensors, stream)
+    views = _views(tensors, stream, view)
     symbols = symbols_of(views)
     places = {"score_mod": SYMBOLS, "mask_mod": SYMBOLS[1:]}
     options = {name: made(name, what, views, symbols, places[name]) for name, what in mods.items()}

@@ -428,7 +428,7 @@ def _of_run(*groups):
 _OF_EXPRESSIONS = " score_mod mask_mod tensors"
 _OF_CODES = " q_descale k_descale v_descale k_zero_point v_zero_point"
 _TORCHS = "seed offset rng_state threads engine algorithm out stream"
-_JAXS = "rng_state threads engine algorithm out stream" + _OF_CODES + _OF_EXPRESSIONS
+_JAXS = "rng_state threads engine algorithm out stream" + _OF_CODES
 _OF_TORCH = {
     "alibi_slopes": "; gets no gradient.",
     "dropout_p": "0 <= p < 1; the random numbers come from PyTorch's generator of q's device.",

@@ -25,6 +25,9 @@ def attention(
     alibi_slopes: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: expression = None,
+    mask_mod: expression = None,
+    tensors: tensors = None,
     dropout_p: float = 0.0,
     seed: int | ArrayLike = 0,
     offset: int | ArrayLike = 0,
@@ -49,10 +52,10 @@ def attention(
 ) -> Array:
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
-    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
-    sinks; caches and tree masks have none. Under vmap the mapped dimension becomes a part of the
-    batch; packed sequences and calls with dropout, sinks or tables of a cache are computed one after
-    the other.
+    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v, sinks,
+    bias and the tensors of score_mod; caches and tree masks have none. Under vmap the mapped dimension
+    becomes a part of the batch; packed sequences and calls with dropout, sinks, a bias, expressions or
+    tables of a cache are computed one after the other.
 
     Args:
         q: ``(batch, sq, hq, d)`` or packed ``(total_q, hq, d)``; 1 <= d <= 576.
@@ -77,6 +80,14 @@ def attention(
             of every row, without a value: lse is log(exp(sink) + sum of exp(scores)). Not scaled,
             capped or masked; -inf is none (attention sinks, as gpt-oss learns them; StreamingLLM, arXiv
             2309.17453).
+        score_mod: what becomes of each score, after softcap and ALiBi and before the bias: a text, as
+            in docs/expressions.md, a function, or an :class:`Expression`. Parameters of a function are
+            named after what it needs: of score, b (sequence), h (q head), hk (kv head), q, k (query and
+            key of the sequence), sq, sk (its lengths), q0 (its first packed query), delta (k - q - (sk
+            - sq)), and of the tensors. On the CPU.
+        mask_mod: likewise whether a query sees a key, of those that the other masks show; not of score.
+        tensors: arrays that score_mod and mask_mod index, by name: float32, bfloat16, float16, float64,
+            int32, int64 or bool, of 1 to 4 dimensions, any strides.
         dropout_p: 0 <= p < 1; what is kept depends on (seed, offset, batch, head, query, key) only.
         seed, offset: of the dropout: 0 to 2^64 - 1, a scalar array of integers, whose bits count, or a
             key of ``jax.random``, of ``key`` or of ``PRNGKey``.
@@ -137,6 +148,9 @@ def attention(
     alibi_slopes: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: expression = None,
+    mask_mod: expression = None,
+    tensors: tensors = None,
     dropout_p: float = 0.0,
     seed: int | ArrayLike = 0,
     offset: int | ArrayLike = 0,
@@ -174,6 +188,9 @@ def attention(
     alibi_slopes: ArrayLike | None = None,
     bias: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    score_mod: expression = None,
+    mask_mod: expression = None,
+    tensors: tensors = None,
     dropout_p: float = 0.0,
     seed: int | ArrayLike = 0,
     offset: int | ArrayLike = 0,

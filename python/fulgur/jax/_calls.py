@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fulgur import _arguments as _a
+from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur._spec import OPTIONAL, check, described
 from fulgur.jax import _handlers
@@ -56,6 +57,29 @@ def _planned(name, x):
             "or bool for a bias"
         )
     return _fulgur.planned(name, x.shape, _DTYPES[x.dtype.name])
+
+
+def _indexable(arrays):
+    """Arrays that expressions index; integers of 32 bits count."""
+    if not isinstance(arrays, dict):
+        raise TypeError(f"tensors: got {type(arrays).__name__}, want a dict of arrays by name")
+
+    def one(x):
+        x = jnp.asarray(x)
+        return x.astype(jnp.int32) if jnp.issubdtype(x.dtype, jnp.integer) else x
+
+    return {name: one(x) for name, x in arrays.items()}
+
+
+def _expressions(given):
+    """The expressions of a call, as options and as texts, and the arrays that they index, as views and by the names
+    that they have among those of the call."""
+    if given.get("tensors") is not None:
+        given = given | {"tensors": _indexable(given["tensors"])}
+    options, views = _e.of_call(given, view=lambda name, x, stream: _planned(name, x))
+    texts = tuple(options[x].text() if x in options else "" for x in ("score_mod", "mask_mod"))
+    arrays = {_handlers.PREFIX + name: x for name, x in (given.get("tensors") or {}).items()}
+    return options, texts, views, arrays
 
 
 def _views(arrays):
@@ -117,10 +141,10 @@ def _optional(call, given):
 def attention(q, k, v, **given):
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
-    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v and
-    sinks; caches and tree masks have none. Under vmap the mapped dimension becomes a part of the
-    batch; packed sequences and calls with dropout, sinks or tables of a cache are computed one after
-    the other.
+    Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v, sinks,
+    bias and the tensors of score_mod; caches and tree masks have none. Under vmap the mapped dimension
+    becomes a part of the batch; packed sequences and calls with dropout, sinks, a bias, expressions or
+    tables of a cache are computed one after the other.
 
     Args:
         {arguments}
@@ -141,7 +165,9 @@ def attention(q, k, v, **given):
         tensors["tree_mask"] = _halves_of_words(tensors["tree_mask"])
     tensors = _arrays(tensors)
     q, options, return_lse = tensors["q"], _options(given), _a.return_lse(given)
-    _fulgur.plan_forward(*_to_check(tensors, "v", options))
+    mods, texts, indexed, arrays = _expressions(given)
+    views, planned = _to_check(tensors, "v", options)
+    _fulgur.plan_forward(views | indexed, planned | mods)
     for name in ("k", "v"):
         if tensors[name].dtype != q.dtype:
             raise ValueError(f"{name}: got {tensors[name].dtype}, want {q.dtype} (the dtype of q)")
@@ -152,7 +178,9 @@ def attention(q, k, v, **given):
         tensors["rng_state"] = jnp.stack(sum(halves, [])).reshape(2, 2)
     if options["scale"] is None:
         options["scale"] = 1 / math.sqrt(q.shape[-1])
-    results = _handlers.attention(_handlers.fixed(options), return_lse, _handlers.vary_alike(tensors))
+    results = _handlers.attention(
+        _handlers.fixed(options, mods=texts), return_lse, _handlers.vary_alike(tensors | arrays)
+    )
     return results if return_lse else results[0]
 
 

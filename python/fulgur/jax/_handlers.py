@@ -26,11 +26,24 @@ _OPTIONS = _fulgur.option_defaults()
 _WRITERS = {"fulgur_append": "append", "fulgur_append_forward": "append_attention"}
 
 
-def fixed(options, interleaved=False):
-    """What is fixed when a call is traced: the numbers that a handler reads, reals and integers."""
+# What the tensors of expressions are called among those of a call, after which they come, in the order of their names.
+PREFIX = "tensors."
+
+
+def fixed(options, interleaved=False, mods=("", "")):
+    """What is fixed when a call is traced: the numbers that a handler reads, reals and integers, and the texts of
+    score_mod and mask_mod."""
     whole = [name for name, default in _OPTIONS.items() if isinstance(default, int)]
     reals = tuple(options[name] for name in _OPTIONS if name not in whole)
-    return reals, (*(int(options[name]) for name in whole), int(interleaved))
+    return reals, (*(int(options[name]) for name in whole), int(interleaved)), mods
+
+
+def _indexed(names, prefix=PREFIX):
+    return sorted(x for x in names if x.startswith(prefix))
+
+
+def _texts(*texts):
+    return np.frombuffer("\0".join(texts).encode(), np.uint8)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -43,9 +56,15 @@ def _call(target, results, options, operands):
     names, names_of_results = _CALLS[target]
     taken = [x for x in names if x in operands]
     written = [x for x in names_of_results if x in results]
-    sources = {x: x.removesuffix("_out") for x in written}
-    reals, integers = options
     given = sum(_BITS[name] for name in {*taken, *written})
+    indexed, gradients = _indexed(operands), _indexed(results, "d" + PREFIX)
+    taken, written = taken + indexed, written + gradients
+    sources = {x: x.removesuffix("_out") for x in written}
+    reals, integers, mods = options
+    texts = {
+        "mods": _texts(*mods), "tensors": _texts(*(x.removeprefix(PREFIX) for x in indexed)),
+        "dtensors": _texts(*(x.removeprefix("d" + PREFIX) for x in gradients)),
+    }  # fmt: skip
     call = jax.ffi.ffi_call(
         target, [results[x] for x in written], vmap_method="broadcast_all",
         input_output_aliases={
@@ -56,6 +75,7 @@ def _call(target, results, options, operands):
         *(operands[x] for x in taken),
         reals=np.array(reals, np.float64),
         integers=np.array([*integers, given], np.int64),
+        **({name: text for name, text in texts.items() if text.size} if any(mods) else {}),
     )
     return dict(zip(written, arrays))
 
@@ -175,8 +195,9 @@ def _attention_fwd(options, with_lse, tensors):
                 "jax.lax.stop_gradient of q, k, v and sinks"
             )
     differentiated = {x: None for x in ("q", "k", "v", "sinks") if x in tensors}
-    if "bias" in tensors and tensors["bias"].perturbed:  # its gradient is as large as all scores
-        differentiated["bias"] = None
+    for name in ("bias", *_indexed(tensors)):  # whose gradients take time of their own
+        if name in tensors and tensors[name].perturbed:
+            differentiated[name] = None
     tensors = {name: x.value for name, x in tensors.items()}
     results = _forward(options, tensors, with_lse=True)
     return results if with_lse else results[:1], (tensors, differentiated, *results)
