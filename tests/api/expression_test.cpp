@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "cached.h"
 #include "engines.h"
 #include "expression/graph.h"
 #include "oracle.h"
@@ -212,6 +213,79 @@ TEST_P(Expressions, ScoresOfMinusInfinityAreHidden) {
   w.seal();
   if (!runs(w)) return;
   EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+}
+
+// Few queries over caches, whose keys count from the first one that exists: by every path of
+// decoding, with -inf of scores at keys whose values are infinite.
+TEST_P(Expressions, OverCaches) {
+  using Order = CacheShape::Order;
+  using Index = CacheShape::Index;
+  struct Known {
+    int64_t sq, sk, hq, hk, d;
+    CacheShape shape;
+    bool invariant;
+  };
+  const Known calls[] = {
+      {1, 300, 4, 1, 64, {Order::kNhd, Index::kTable, 16}, false},
+      {3, 200, 6, 2, 40, {Order::kHnd, Index::kLists, 24, true}, true},
+      {2, 150, 4, 2, 128, {Order::kNhd, Index::kBatch, 0, true}, false},
+      {30, 200, 8, 2, 64, {Order::kInterleaved, Index::kTable, 64, true}, false},
+  };
+  std::mt19937_64 random(test_seed());
+  for (size_t i = 0; i < std::size(calls); ++i) {
+    const Known& known = calls[i];
+    const Case c{.dtype = on_cuda() ? DType::kF16 : dtype(),
+                 .batch = 3,
+                 .sq = known.sq,
+                 .sk = known.sk,
+                 .hq = known.hq,
+                 .hk = known.hk,
+                 .d = known.d,
+                 .dv = known.d,
+                 .mask = i % 2 == 0 ? causal() : full(),
+                 .softcap = i == 2 ? 3.0 : 0.0,
+                 .seqused = true,
+                 .sinks = i == 1};
+    Workload w(c, test_seed() + i);
+    w.options.engine = engine();
+    w.options.invariant = known.invariant;
+    BoundTensors tensors;
+    tensors.add("doc", DType::kI32, {3, 400}, random);
+    tensors.add("gate", DType::kF32, {8, 400}, random);
+    std::vector<double>&ids = tensors.known[0].values, &gates = tensors.known[1].values;
+    for (size_t n = 0; n < gates.size(); ++n) {
+      if (n % 7 == 1 || n % 400 == 40) gates[n] = -kInf;  // of key 40 for all heads
+    }
+    write(tensors.memory[1], gates);
+    const bool scores = i != 1, masks = i != 0;
+    if (scores) {
+      w.options.score_mod =
+          parse_expression("0.5 * score + gate[h, k] - 0.01 * delta", {tensors.known[1].symbol});
+      w.score_value = [&](const ScorePlace& p) {
+        return 0.5 * p.score + gates[p.h * 400 + p.k] - 0.01 * (p.k - p.q - (p.sk - p.sq));
+      };
+      std::vector<double> v = read(w.forward.v);
+      std::fill_n(v.begin() + 40 * known.hk * known.d, known.hk * known.d, kInf);
+      write(w.forward.v, v);
+      w.seal();
+    }
+    if (masks) {
+      w.options.mask_mod =
+          parse_expression("doc[b, q] != doc[b, k] || k % 3 == hk", {tensors.known[0].symbol});
+    }
+    w.mask_value = [&, scores, masks](const ScorePlace& p) {
+      if (scores && gates[p.h * 400 + p.k] == -kInf) return false;
+      return !masks || ids[p.b * 400 + p.q] != ids[p.b * 400 + p.k] || p.k % 3 == p.hk;
+    };
+    w.forward.tensors = tensors.of({w.options.score_mod, w.options.mask_mod});
+    SCOPED_TRACE(c.name() + " " + known.shape.name());
+    const Expected e = expect_forward(w);
+    Cached cached(w, known.shape, 2);
+    if (!computes([&] { cached.run_forward(); })) continue;
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(w.check_memory());
+    EXPECT_TRUE(cached.check_memory());
+  }
 }
 
 /// out . dout + lse . dlse after a forward pass.

@@ -818,7 +818,8 @@ TEST_F(Compile, KernelsWithExpressionsAreClean) {
   masks.mask_mod = parse_expression("doc[b, q] == doc[b, k] && delta > -300", {doc});
   std::vector<Problem> problems;
   for (const int64_t d : {64, 128}) {
-    for (Problem p : {forward_problem({.d = d}), backward_problem({.d = d})}) {
+    for (Problem p : {forward_problem({.d = d}), backward_problem({.d = d}),
+                      forward_problem({.sq = 1, .sk = 8192, .d = d})}) {
       const expression::Caller caller{device, p.pass == Pass::kBackward};
       tensors[0].grad = caller.backward ? biases : Tensor{};
       p.expressions = expression::Expressions(scores, std::span(tensors).first(1), caller);

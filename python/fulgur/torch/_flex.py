@@ -452,7 +452,7 @@ def _compute(torchs, query, key, value, score_mod, block_mask, scale, options, o
         blocks = _Blocks.of(block_mask)
         blocks = blocks._replace(mask_mod=lambda *places: block_mask[-1](*places, *of_mask))
         try:
-            if options["OUTPUT_MAX"]:
+            if options.get("OUTPUT_MAX"):
                 raise NotImplementedError("return_aux: got max_scores=True")
             out, lse = _attended(query, key, value, lambda *places: score_mod(*places, *of_score), blocks, scale)
             return out, lse / math.log(2), lse.new_empty(0)

@@ -62,13 +62,13 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const bool keeps_up = by_boxes || (dim <= 128 && plan.page == 0);
   // With the widest heads there are no registers for windows and transformed scores where lanes
   // copy. Invariant calls have one tile wherever keys lie.
-  const bool more_scores = plan.transforms_scores || plan.has_left || plan.bias != 0;
+  const bool more_scores = plan.transforms_scores || plan.has_left || plan.scores_hide();
   const bool no_registers = more_scores && (p.invariant || !by_boxes);
   if (dim > 128 && (plan.tree || no_registers)) return 16;
   // Nor are there any where TMA brings pages and q is read by elements.
   const bool elements = !plan.q_whole && plan.page > 0 && by_boxes;
   if (dim > 240 && elements && plan.warps_per_group < kMaxWarps) return 16;
-  const bool small = plan.tree || plan.bias != 0;  // no registers for more
+  const bool small = plan.tree || plan.scores_hide();  // no registers for more
   return plan.warps_per_group == kMaxWarps && !small && keeps_up ? large : keys;
 }
 

@@ -28,6 +28,8 @@ KernelUse combine_kernel(const DecodePlan& plan) {
   key.head_dim = key.value_dim;
   key.transforms_scores = key.softcap = key.alibi = false;
   key.bias = 0;
+  key.score_mod = key.mask_mod = key.score_mod_slope = false;
+  key.expressions.clear();
   key.k_stages = key.v_stages = key.warp_groups = key.residents = 1;
   key.block_keys = kernels::chunk_keys(key.block_keys);
   key.box_keys = 0;
@@ -125,13 +127,15 @@ void DecodeExecutable::launch(const ForwardArgs& args, const Run& run, char* wor
 void DecodeExecutable::launch(const ForwardArgs& args, const AppendParams& append, const Run& run,
                               char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
-  const DecodeAppendParams params{arguments(args, run, workspace), append};
+  const DecodeAppendParams params{{append}, arguments(args, run, workspace)};
+  const DecodeParams& attention = params;
+  const void* const of_plan = plan_.appends ? static_cast<const void*>(&params) : &attention;
   if (params.batch > 0) {  // else all rows are padding
-    cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+    cuda::launch(stream, kernel_, of_plan, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
                  "launching the decode kernel");
     if (combine_kernel_ != nullptr && plan_.max_splits > 1) {
       cuda::launch(
-          stream, combine_kernel_, &params,
+          stream, combine_kernel_, of_plan,
           {params.batch * params.hk, ceil_div(plan_.combine_warps(), kernels::kCombineWarps)},
           32 * kernels::kCombineWarps, 0, "launching the kernel that combines splits");
     }

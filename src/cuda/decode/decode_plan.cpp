@@ -249,7 +249,6 @@ std::string decode_rejects(const Problem& p) {
 
 std::string decode_rejects_few(const Problem& p) {
   if (std::string why = keys_rejected(p); !why.empty()) return why;
-  if (p.expressions.given()) return "computes no score_mod and no mask_mod";
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }

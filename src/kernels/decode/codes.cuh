@@ -341,9 +341,9 @@ struct CodedValues {
 
 template <class Sync>
 __device__ __forceinline__ void add_hidden_non_finite_codes(const DecodeParams& p, float (&O)[kValueDim / 2],
-                                                            const TileMask& mask, int key_tile,
-                                                            const CodedValues& values, const SavedWorkTiles& saved,
-                                                            Sync sync) {
+                                                            const TileMask& mask, const HiddenScores& hidden,
+                                                            int key_tile, const CodedValues& values,
+                                                            const SavedWorkTiles& saved, Sync sync) {
   const int first = key_tile * kBlockKeys;
   const int keys = min(int(kBlockKeys), saved.keys() - first);
   const int lane = threadIdx.x % 32, thread = threadIdx.x % kWarpGroupThreads;
@@ -352,13 +352,10 @@ __device__ __forceinline__ void add_hidden_non_finite_codes(const DecodeParams& 
   for (int key = 0; key < keys; ++key) {
     if (first + key >= mask.seen_by_all.begin && first + key < mask.seen_by_all.end) continue;
     if (__all_sync(0xffffffff, values.is_finite_key(key, lane))) continue;
-    bool sees[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      sees[i] = mask.rows.keys.sees(i, first + key) && !hides(p, mask.rows.context(i, first + key));
+    const bool seen[2] = {sees(p, mask.rows, hidden, 0, key_tile, key), sees(p, mask.rows, hidden, 1, key_tile, key)};
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i)
-      if (sees[i / 2 % 2]) O[i] += values.addend(key, o_column(i));
+      if (seen[i / 2 % 2]) O[i] += values.addend(key, o_column(i));
     sync();
     if (thread < 32) values.clear(key, lane);
     sync();

@@ -183,19 +183,22 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       u32 P[kBlockKeys / 4];
       const u32 k = ring.keys(sync);
       const bool masked = mask.cuts(key_tile);
+      HiddenScores hidden;
       if (has_rows) {
         if constexpr (kCodesK)
           multiply_codes<CodesOfK>(S, q, k, ring.scales(), scales);
         else
           multiply_scores(S, q, k);
-        adjust_scores(p, S, mask.rows, key_tile, masked);
+        hidden = adjust_scores(p, S, mask.rows, key_tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
       if constexpr (kHidesKeys && kCodesV) {
-        if (masked)
-          add_hidden_non_finite_codes(p, O, mask, key_tile, CodedValues{ring.values(), ring.scales()}, saved, sync);
+        if (masked) {
+          const CodedValues values{ring.values(), ring.scales()};
+          add_hidden_non_finite_codes(p, O, mask, hidden, key_tile, values, saved, sync);
+        }
       } else if constexpr (kHidesKeys) {
-        if (masked) add_hidden_non_finite(p, O, mask, key_tile, ring.values(), saved, sync);
+        if (masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, ring.values(), saved, sync);
       }
       if constexpr (kCodesV) {
         if (has_rows) multiply_value_codes<CodesOfV>(O, P, ring.values(), ring.scales(), scales);

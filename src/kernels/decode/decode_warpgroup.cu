@@ -175,9 +175,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       float S[kBlockKeys / 2];
       products.scores(first, S, O, P, q);
       const bool masked = mask.cuts(key_tile);
-      adjust_scores(p, S, mask.rows, key_tile, masked);
+      const HiddenScores hidden = adjust_scores(p, S, mask.rows, key_tile, masked);
       softmax_step<false>(S, P, O, rows, c);
-      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, key_tile, products.v(), saved, sync);
+      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.v(), saved, sync);
     };
     int key_tile = tile.begin + warp_group;
     if (key_tile < tile.end) {

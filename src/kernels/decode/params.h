@@ -20,7 +20,8 @@
 //   kGroup          hq / hk
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kHasSinks, kHasLse
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kScoreMod,
+//                   kMaskMod, kHasSinks, kHasLse
 //                   as in sm90/forward/params.h
 //   kPacked         1: q is packed, cu_seqlens_q
 //   kPackedK        1: k and v are packed, cu_seqlens_k
@@ -81,9 +82,12 @@ struct DecodeParams : DecodeMaps, CallParams {
   int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
   fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk
   CodeScales k_scale, v_scale, k_zero_point, v_zero_point;  // of codes; strides of k and v then count bytes
+  [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };
 
-// kAppends: q is where rotated queries go, and seqused_k is not read.
-struct DecodeAppendParams : DecodeParams {
+struct AppendedRows {
   AppendParams append;
 };
+
+// kAppends: q is where rotated queries go, and seqused_k is not read. What expressions need comes last.
+struct DecodeAppendParams : AppendedRows, DecodeParams {};

@@ -42,9 +42,30 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
   return rows;
 }
 
-// Transforms scores (softcap, ALiBi), and makes those of hidden keys -inf where the tile is `masked`.
-__device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
-                                              const ThreadRows& rows, int key_tile, bool masked) {
+// With score_mod: which scores of a tile a bias or an expression has made -inf, as without the score nobody can say it
+// later. A thread has a bit for each of its own, and asks the lanes of its quad for those of its rows.
+class HiddenScores {
+ public:
+  HiddenScores() = default;
+  __device__ __forceinline__ explicit HiddenScores(const float (&S)[kBlockKeys / 2]) {
+#pragma unroll
+    for (int i = 0; kScoreMod && i < kBlockKeys / 2; ++i) bits_[i / 32] |= u32(S[i] == -infinity()) << i % 32;
+  }
+  // That of the thread's i-th row and a key of the tile. The warp asks together.
+  __device__ __forceinline__ bool has(int i, int key) const {
+    const int lane = int(threadIdx.x) % 32 / 4 * 4 + key % 8 / 2, bit = key / 8 * 4 + 2 * i + key % 2;
+    const u32 word = __shfl_sync(0xffffffff, bits_[0], lane), next = __shfl_sync(0xffffffff, bits_[1], lane);
+    return (bit < 32 ? word : next) >> bit % 32 & 1;
+  }
+
+ private:
+  static_assert(kBlockKeys <= 128);
+  u32 bits_[2] = {};
+};
+
+// Transforms scores (softcap, ALiBi, expressions), and makes those of hidden keys -inf where the tile is `masked`.
+__device__ __forceinline__ HiddenScores adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
+                                                      const ThreadRows& rows, int key_tile, bool masked) {
   const int first = key_tile * kBlockKeys + int(thread_column());
   const ScoreContext at[2] = {rows.context(0, first), rows.context(1, first)};
 #pragma unroll
@@ -52,7 +73,17 @@ __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[
     const ScoreContext entry = at[i >> 1 & 1].moved(0, i / 4 * 8 + (i & 1));
     S[i] = score(p, entry, S[i], bias_of(p, entry));
   }
+  const HiddenScores hidden(S);
   if (masked) hide_keys<false>(S, rows.keys, first);
+  return hidden;
+}
+
+// Whether the thread's i-th row sees a key of a tile.
+__device__ __forceinline__ bool sees(const DecodeParams& p, const ThreadRows& rows, const HiddenScores& hidden, int i,
+                                     int key_tile, int key) {
+  const int place = key_tile * kBlockKeys + key;
+  const bool hides_key = kScoreMod ? hidden.has(i, key) : hides(p, rows.context(i, place));
+  return rows.keys.sees(i, place) && !hides_key;
 }
 
 // P is 0 at a hidden key, but 0 * NaN is NaN. So NaN and infinity of V are added to O by hand in the rows that see
@@ -60,17 +91,14 @@ __device__ __forceinline__ void adjust_scores(const DecodeParams& p, float (&S)[
 // the tile.
 template <class Sync>
 __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
-                                               int key_tile, u32 v, Sync sync) {
+                                               const HiddenScores& hidden, int key_tile, u32 v, Sync sync) {
   const auto pair_at = [&](int key, int column) {
     return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
   };
   sync();
 #pragma unroll 1
   for (int key = 0; key < kBlockKeys; ++key) {
-    const int place = key_tile * kBlockKeys + key;
-    bool sees[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) sees[i] = rows.keys.sees(i, place) && !hides(p, rows.context(i, place));
+    const bool seen[2] = {sees(p, rows, hidden, 0, key_tile, key), sees(p, rows, hidden, 1, key_tile, key)};
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; i += 4) {
       const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
@@ -78,7 +106,7 @@ __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)
                           ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair)};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        if (sees[j / 2]) O[i + j] += x[j % 2];
+        if (seen[j / 2]) O[i + j] += x[j % 2];
       }
     }
   }
@@ -132,8 +160,8 @@ struct TileMask {
 // Keeps NaN and infinity of V in a tile that the mask cuts from the rows that do not see their keys.
 template <class Sync>
 __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2],
-                                                      const TileMask& mask, int key_tile, u32 v,
-                                                      const SavedWorkTiles& saved, Sync sync) {
+                                                      const TileMask& mask, const HiddenScores& hidden, int key_tile,
+                                                      u32 v, const SavedWorkTiles& saved, Sync sync) {
   if (hides_non_finite(v, key_tile, mask.seen_by_all, saved.keys()))
-    add_non_finite(p, O, mask.rows, key_tile, v, sync);
+    add_non_finite(p, O, mask.rows, hidden, key_tile, v, sync);
 }
