@@ -55,6 +55,12 @@ inline bool every(const TensorRule& rule) { return rule.type != TensorType::kDes
 inline bool inputs(const TensorRule& rule) { return every(rule) && !rule.written(); }
 inline bool inputs_and_descales(const TensorRule& rule) { return !rule.written(); }
 inline bool outputs(const TensorRule& rule) { return every(rule) && rule.written(); }
+/// The forward pass has a gradient where it takes no others than the backward pass.
+inline bool with_gradient(const TensorRule& rule) {
+#define FULGUR_IS(member, of, ...) || rule.arg == Arg::of
+  return false FULGUR_BACKWARD_TENSORS(FULGUR_IS) FULGUR_VAR_LEN_TENSORS(FULGUR_IS);
+#undef FULGUR_IS
+}
 /// A call that appends reads k and v from its caches, which are tensors of NewRows.
 inline bool inputs_but_keys(const TensorRule& rule) {
   return inputs(rule) && rule.need != Need::kUnlessAppend;

@@ -469,12 +469,12 @@ NB_MODULE(_fulgur, m) {
   m.def("engines", &engines);
   m.def("register_torch_ops", &fulgur::python::register_torch_ops);
   nb::class_<fulgur::python::TorchDirect>(m, "TorchDirect")
-      .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object, nb::object>(), "seen_by"_a,
-           "types"_a, "empty_like"_a, "empty_out"_a, "empty_lse"_a)
+      .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object, nb::object, nb::object,
+                    nb::object>(),
+           "seen_by"_a, "types"_a, "empty_like"_a, "empty_out"_a, "float32"_a, "record"_a,
+           "deterministic"_a)
       .def("attention", &fulgur::python::TorchDirect::attention, "q"_a.none(), "k"_a.none(),
-           "v"_a.none(), "given"_a)
-      .def("forward", &fulgur::python::TorchDirect::forward, "q"_a.none(), "k"_a.none(),
-           "v"_a.none(), "tensors"_a, "options"_a);
+           "v"_a.none(), "given"_a);
   m.def("torch_schemas", &fulgur::python::torch_schemas);
   m.def("jax_handlers", &jax_handlers);
   m.def("jax_calls", &jax_calls);

@@ -88,14 +88,18 @@ bool is_as_out(const ForwardArgs& args) {
 }  // namespace
 
 TorchDirect::TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like,
-                         nb::object empty_out, nb::object empty_lse)
+                         nb::object empty_out, nb::object float32, nb::object record,
+                         nb::object deterministic)
     : seen_by_(std::move(seen_by)),
       types_(std::move(types)),
       empty_like_(std::move(empty_like)),
       empty_out_(std::move(empty_out)),
-      empty_lse_(std::move(empty_lse)),
+      float32_(std::move(float32)),
+      record_(std::move(record)),
+      deterministic_(std::move(deterministic)),
       is_neg_(interned("is_neg")),
       requires_grad_(interned("requires_grad")),
+      new_empty_(interned("new_empty")),
       exchange_(exchange_api(types_[0])) {}
 
 bool TorchDirect::has_to_be_seen() const {
@@ -116,7 +120,7 @@ bool TorchDirect::is_recorded(nb::handle object) const {
 }
 
 Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
-  if (!is_tensor(tensor) || is_recorded(tensor)) refuse(name);
+  if (!is_tensor(tensor)) refuse(name);
   DLTensor view{};
   if (exchange_->tensor(tensor.ptr(), &view) != 0) throw nb::python_error();
   const Tensor t = Tensor::from_dlpack(view, name);
@@ -126,12 +130,22 @@ Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
   return t;
 }
 
-bool TorchDirect::read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args) const {
+bool TorchDirect::read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args,
+                              Others& others) const {
   bool known = false;
   const auto visit = [&](const TensorRule& rule, auto& t) {
     if (rule.written() || rule.need != Need::kOptional || name != rule.name) return;
     t = view(rule.name, tensor);
     known = true;
+    others.names.append(rule.name);
+    others.tensors.append(tensor);
+    others.have_gradients = others.have_gradients && with_gradient(rule);
+    if (!is_recorded(tensor)) return;
+    // Gradients lie where q does. Those of others are refused in words.
+    if (t.device != args.q.device || (rule.arg != Arg::kSinks && rule.arg != Arg::kBias)) {
+      refuse(rule.name);
+    }
+    others.recorded = true;
   };
   for_each_tensor(visit, args);
   return known;
@@ -140,11 +154,15 @@ bool TorchDirect::read_tensor(std::string_view name, nb::handle tensor, ForwardA
 nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
                                   const nb::dict& given) const {
   return or_none([&]() -> nb::object {
-    // Without an exception, which takes a microsecond, where training comes by.
-    if (is_recorded(q) || is_recorded(k) || is_recorded(v) || has_to_be_seen()) return nb::none();
+    if (has_to_be_seen()) return nb::none();
     ForwardArgs args;
     Options options;
+    Others others;
+    nb::dict numbers;  // those given, by the names that operators have
     bool causal = false, with_lse = false;
+    args.q = view("q", q);
+    args.k = view("k", k);
+    args.v = view("v", v);
     for (const auto& [key, value] : given) {
       if (value.is_none()) continue;
       const std::string_view name = text_of(key);
@@ -154,44 +172,49 @@ nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
         read("return_lse", value, with_lse);
       } else if (name == "window") {
         read_window(value, options.mask);
+        numbers["window_left"] = options.mask.left;
+        numbers["window_right"] = options.mask.right;
       } else if (name == "window_left" || name == "window_right" || name == "rng_state") {
         return nb::none();  // arguments of the operators alone
-      } else if (!read_option(name, value, options) && !read_tensor(name, value, args)) {
+      } else if (read_option(name, value, options)) {
+        numbers[key] = value;
+      } else if (!read_tensor(name, value, args, others)) {
         return nb::none();
       }
     }
-    if (causal) options.mask.right = 0;
+    if (causal) {
+      options.mask.right = 0;
+      numbers["window_right"] = 0;
+    }
     if (options.dropout_p != 0) return nb::none();
-    return compute(q, k, v, args, options, with_lse);
+    if (!is_recorded(q) && !is_recorded(k) && !is_recorded(v) && !others.recorded) {
+      return compute(q, v, args, options, with_lse);
+    }
+    if (!others.have_gradients) return nb::none();
+    if (is_true(deterministic_())) numbers["deterministic"] = true;
+    const nb::object computed = compute(q, v, args, options, true);
+    const nb::tuple call = nb::make_tuple(numbers, nb::tuple(others.names), computed);
+    const nb::object results = record_(q, k, v, call, *others.tensors);
+    return with_lse ? results : nb::object(nb::borrow<nb::tuple>(results)[0]);
   });
 }
 
-nb::object TorchDirect::forward(nb::handle q, nb::handle k, nb::handle v, const nb::dict& tensors,
-                                const nb::dict& options) const {
-  return or_none([&]() -> nb::object {
-    if (has_to_be_seen()) return nb::none();
-    ForwardArgs args;
-    Options numbers;
-    for (const auto& [key, tensor] : tensors) {
-      if (!read_tensor(text_of(key), tensor, args)) return nb::none();
-    }
-    for (const auto& [key, number] : options) {
-      if (!read_option(text_of(key), number, numbers)) return nb::none();
-    }
-    return compute(q, k, v, args, numbers, true);
-  });
+nb::object TorchDirect::empty_lse(nb::handle q, const ConstTensor& view) const {
+  const auto& n = view.shape;
+  const nb::tuple shape =
+      view.rank == 3 ? nb::make_tuple(n[1], n[0]) : nb::make_tuple(n[0], n[2], n[1]);
+  if (view.dtype == DType::kF32 || view.dtype == DType::kF64) return q.attr(new_empty_)(shape);
+  return q.attr(new_empty_)(shape, nb::arg("dtype") = float32_);
 }
 
-nb::object TorchDirect::compute(nb::handle q, nb::handle k, nb::handle v, ForwardArgs& args,
-                                Options& options, bool with_lse) const {
-  args.q = view("q", q);
-  args.k = view("k", k);
-  args.v = view("v", v);
+nb::object TorchDirect::compute(nb::handle q, nb::handle v, ForwardArgs& args, Options& options,
+                                bool with_lse) const {
+  if (args.q.rank != 3 && args.q.rank != 4) refuse("q");
   const nb::object out = is_as_out(args) ? empty_like_(q) : empty_out_(q, v);
   args.out = view("out", out);
   nb::object lse;
   if (with_lse) {
-    lse = empty_lse_(q);
+    lse = empty_lse(q, args.q);
     args.lse = view("lse", lse);
   }
   {

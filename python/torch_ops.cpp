@@ -309,12 +309,6 @@ void check_rng_state(Args& args, const Options& options) {
 
 using Takes = bool(const TensorRule&);
 
-/// The forward pass has a gradient where it takes no others than the backward pass.
-bool with_gradient(const TensorRule& rule) {
-#define FULGUR_IS(member, of, ...) || rule.arg == Arg::of
-  return false FULGUR_BACKWARD_TENSORS(FULGUR_IS) FULGUR_VAR_LEN_TENSORS(FULGUR_IS);
-#undef FULGUR_IS
-}
 bool inputs_with_gradient(const TensorRule& rule) { return inputs(rule) && with_gradient(rule); }
 
 /// The tensors that an operator takes of a call.

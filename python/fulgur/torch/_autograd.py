@@ -2,31 +2,30 @@
 
 import torch
 from torch.autograd import forward_ad
-from torch.compiler import is_dynamo_compiling
 
-from fulgur.torch import _direct as direct
 from fulgur.torch import _expressions as expressions
 from fulgur.torch import _operators
 from fulgur.torch._tensors import whole_rows
 from fulgur.torch._vmap import HEADS_OF_GRADIENTS, batched
 
 # Functions without a jvp raise where forward mode wants a derivative; operators alone would give 0.
-# A call is recorded with q, k, v, its options (numbers by name, names of further tensors) and these
-# tensors: each argument costs 0.15 us.
+# A call is recorded with q, k, v, its options (numbers by name, names of further tensors, and the results that are
+# computed already, or None) and these tensors: each argument costs 0.15 us.
 
 
 def _forward(q, k, v, options, tensors):
-    numbers, names = options
+    numbers, names, results = options
+    if results is not None:
+        return results
     given = dict(zip(names, tensors))
     if "score_mod" in numbers:
         return expressions.forward(q, k, v, given | numbers)
-    results = None if is_dynamo_compiling() else direct.forward(q, k, v, given, numbers)
-    return _operators.forward(q, k, v, **given, **numbers) if results is None else results
+    return _operators.forward(q, k, v, **given, **numbers)
 
 
 def _save(ctx, tensors, options):
     ctx.save_for_backward(*tensors)
-    ctx.options = options
+    ctx.options = options[:2]
     ctx.set_materialize_grads(False)
 
 

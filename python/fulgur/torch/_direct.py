@@ -4,9 +4,12 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from fulgur import _fulgur
-from fulgur.torch._operators import empty_lse, empty_out
+from fulgur.torch._autograd import Attention
+from fulgur.torch._operators import empty_out
 
-_direct = _fulgur.TorchDirect(
+# attention(q, k, v, given): what fulgur.torch.attention returns of its keyword arguments; None where the operators have
+# to compute the call, or to say why they cannot.
+attention = _fulgur.TorchDirect(
     seen_by=(  # modes, transforms, traces, autocast and profilers see every call
         is_in_torch_dispatch_mode,
         torch._C._len_torch_dispatch_stack,  # has modes that are pushed without being entered, too
@@ -19,10 +22,7 @@ _direct = _fulgur.TorchDirect(
     types=(torch.Tensor, torch.nn.Parameter),
     empty_like=torch.empty_like,  # takes half the time of empty_out
     empty_out=empty_out,
-    empty_lse=empty_lse,
-)
-# attention(q, k, v, given): what fulgur.torch.attention returns of its keyword arguments.
-# forward(q, k, v, tensors, options): (out, lse) of further tensors and of options by name.
-# Both return None where the operators have to compute the call, or to say why they cannot, and where autograd has to
-# record it.
-attention, forward = _direct.attention, _direct.forward
+    float32=torch.float32,
+    record=Attention.apply,
+    deterministic=torch.are_deterministic_algorithms_enabled,
+).attention
