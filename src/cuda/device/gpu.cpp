@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <future>
+#include <vector>
+
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -85,6 +88,15 @@ CUcontext Gpu::context() {
     check(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
   });
   return context_;
+}
+
+void Gpu::load(std::span<const KernelUse> uses) {
+  std::vector<std::future<void>> others;
+  for (const KernelUse& use : uses.subspan(1)) {
+    others.push_back(std::async(std::launch::async, [this, &use] { kernel(use); }));
+  }
+  kernel(uses.front());
+  for (std::future<void>& other : others) other.get();
 }
 
 const Gpu::Kernel& Gpu::kernel(const KernelUse& use) {

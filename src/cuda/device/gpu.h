@@ -4,6 +4,7 @@
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <span>
 #include <string>
 
 #include "cuda/device/launch_memory.h"
@@ -55,6 +56,8 @@ class Gpu {
   };
   /// The kernel of a request, compiled or found in the cache at first.
   const Kernel& kernel(const KernelUse& use);
+  /// Those of several, which are compiled at once: a compiler takes a second for each.
+  void load(std::span<const KernelUse> uses);
 
   /// Room for one of the kernels of calls without a plan, null at first.
   std::atomic<CUfunction>& call_function(int number) { return call_functions_.at(number); }

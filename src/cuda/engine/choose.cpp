@@ -115,7 +115,9 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool i
                                             Reasons reasons) {
   const auto defect_of = [&](const Candidate& candidate) {
     const std::vector<KernelUse> kernels = candidate.kernels();
-    return kernels.empty() ? std::string() : gpu.kernel(kernels[0]).defect;
+    if (kernels.empty()) return std::string();
+    gpu.load(kernels);
+    return gpu.kernel(kernels[0]).defect;
   };
   std::string defect;  // of the first
   Reasons passed_over = reasons;
