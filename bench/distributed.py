@@ -7,7 +7,8 @@
 
 Each number of ranks is a run of as many processes, a GPU each. A row has the time of a call, its TFLOP/s a rank (a
 causal call counts as half of a full one), how many times faster than one device it is, and what the model of
-`fulgur explain --ranks` expects of it. Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows
+`fulgur explain --ranks` expects of it: the share of what one device took in the same run, and what the model says of
+waiting. A peer whose result is another one than fulgur's is not timed. Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows
 (Ulysses), `2d` does both. fulgur has no ring; `ring` is ring-flash-attention's zigzag one, on the module flash_attn
 that is installed, or on PyTorch's own build of FlashAttention-2's kernels, `ring_fulgur` the same on fulgur's, and
 `torch` and `torch_fulgur` are PyTorch's context_parallel (all-gather) likewise. Those of `invariant` calls are compared with one device's bits.
@@ -154,17 +155,16 @@ class Rank:
     def torch(self, case, implementation=None):
         """PyTorch's context_parallel, of SDPA."""
         from torch.distributed.tensor.experimental import context_parallel
+        from torch.nn import functional
         from torch.nn.attention import SDPBackend, sdpa_kernel
-        from torch.nn.functional import scaled_dot_product_attention
 
         if not self.cuda:
             raise ValueError("it has no SDPA of CPUs")
         mesh = dist.device_mesh.init_device_mesh(self.args.device, (self.size,))
-        # It shares out buffers of all rows, heads first; keys get as many heads as queries have.
-        group = case.heads // case.kv_heads
-        q, k, v, dout = (self.whole(case, name).transpose(1, 2) for name in ("q", "k", "v", "out"))
-        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-        buffers = [x.contiguous() for x in (q, k, v, dout)]
+        # It shares out buffers of all rows; keys get as many heads as queries have.
+        q, k, v, dout = (self.whole(case, name) for name in ("q", "k", "v", "out"))
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, 2) for x in (k, v))
+        buffers = [q, k, v, dout]
         stack = contextlib.ExitStack()
         if implementation is not None:
             import fulgur.torch  # noqa: F401
@@ -172,11 +172,16 @@ class Rank:
             torch.nn.attention.activate_flash_attention_impl(implementation)
             stack.callback(torch.nn.attention.restore_flash_attention_impl)
         stack.enter_context(sdpa_kernel(SDPBackend.FLASH_ATTENTION))
-        stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4))
+        stack.enter_context(context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1] * 4))
         self.after = stack.close
         *inputs, dout = buffers
-        return self.by_autograd(case, *inputs, dout,
-                                lambda *x: scaled_dot_product_attention(*x, is_causal=case.causal))  # fmt: skip
+
+        def attention(*x):
+            # By the name in its module, which context_parallel replaces: SDPA itself sees the own rows alone.
+            heads = (t.transpose(1, 2) for t in x)
+            return functional.scaled_dot_product_attention(*heads, is_causal=case.causal).transpose(1, 2)
+
+        return self.by_autograd(case, *inputs, dout, attention)
 
     def torch_fulgur(self, case):
         """The same with fulgur as PyTorch's flash attention."""
@@ -203,6 +208,13 @@ class Rank:
         got = self.fulgur(case, head_ranks, invariant=True)()
         return self.slowest(float(any(not torch.equal(x, y[:, rows]) for x, y in zip(got, want)))) == 0
 
+    def check(self, case, run):
+        """Raises where what a peer computes, out or dq, is not what fulgur does."""
+        got, want = run()[0], self.fulgur(case, 1)()[0]
+        off = ((got - want).abs().max() / want.abs().max()).item()
+        if not self.slowest(off) <= 0.03:
+            raise ValueError(f"its result is off by {off:.2f} of the largest element")
+
     def measure(self):
         ways = {"gather": 1, "heads": self.size, "2d": 2}
         for case in cases_of(self.args):
@@ -220,11 +232,12 @@ class Rank:
                         run = self.fulgur(case, head_ranks)
                     else:
                         run = getattr(self, way)(case)
+                        self.check(case, run)
                     seconds = self.seconds(run)
                     row |= {"ms": 1e3 * seconds, "tflops": case.flops() / seconds / self.size / 1e12}
                     if head_ranks and self.size > 1:
                         if self.rank == 0:  # whose rows are printed
-                            row["predicted_ms"] = predicted(self.args, case, self.size, head_ranks)
+                            row |= predicted(self.args, case, self.size, head_ranks)
                         if case.s <= self.args.check:
                             row["same_bits"] = self.same_bits(case, head_ranks)
                 except (ImportError, RuntimeError, ValueError, TypeError) as error:
@@ -262,7 +275,7 @@ class Rank:
                 else:
                     run = lambda: fd.attention(q, k, v, **how)  # noqa: B023, E731
                 row = dataclasses.asdict(case) | {"ranks": size, "rank": rank, "ms": 1e3 * self.seconds(run)}
-                row["predicted_ms"] = predicted(self.args, case, size, 1, computing=True)
+                row["predicted_ms"] = predicted(self.args, case, size, 1).get("model_computing_ms")
                 print(json.dumps(row), flush=True)
 
 
@@ -313,8 +326,8 @@ def ring_attention(own_kernels):
     return lambda q, k, v: attention(q, k, v, causal=True)
 
 
-def predicted(args, case, ranks, head_ranks, computing=False):
-    """Milliseconds of a call that the model expects; of computing alone."""
+def predicted(args, case, ranks, head_ranks):
+    """The milliseconds of a call that the model expects a rank to compute and to wait."""
     command = [sys.executable, "-m", "fulgur", "explain", "--sq", case.s, "--hq", case.heads, "--hk", case.kv_heads,
                "--d", case.d, "--dtype", "bf16", "--ranks", ranks, "--link", args.link]  # fmt: skip
     command += ["--causal"] * case.causal + ["--backward"] * case.backward
@@ -324,13 +337,13 @@ def predicted(args, case, ranks, head_ranks, computing=False):
         command += ["--threads", torch.get_num_threads()]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode != 0:
-        return None
+        return {}
     way = "gather" if head_ranks == 1 else f"heads {'and gather ' if head_ranks < ranks else ''}({head_ranks} ranks)"
     line = next((x for x in done.stdout.splitlines() if x.startswith(f"  {way} ")), None)
     if line is None:
-        return None
+        return {}
     _, _, compute, waiting, _ = line.removeprefix(f"  {way}").split()
-    return float(compute) + (0 if computing else float(waiting))
+    return {"model_computing_ms": float(compute), "model_waiting_ms": float(waiting)}
 
 
 # ---------------------------------------------------------------------------------------- the table
@@ -378,8 +391,13 @@ def add_speedups(rows):
     key = lambda row: tuple(row[f.name] for f in dataclasses.fields(Case))  # noqa: E731
     one = {key(row): row["ms"] for row in rows if row.get("ranks") == 1 and "ms" in row}
     for row in rows:
-        if "ms" in row and "rank" not in row and key(row) in one:
+        if "ms" not in row or "rank" in row:
+            continue
+        if key(row) in one:
             row["speedup"] = one[key(row)] / row["ms"]
+        if "model_waiting_ms" in row:
+            computing = one[key(row)] / row["ranks"] if key(row) in one else row["model_computing_ms"]
+            row["predicted_ms"] = computing + row["model_waiting_ms"]
 
 
 def table(rows):
