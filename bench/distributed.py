@@ -8,10 +8,13 @@
 Each number of ranks is a run of as many processes, a GPU each. A row has the time of a call, its TFLOP/s a rank (a
 causal call counts as half of a full one), how many times faster than one device it is, and what the model of
 `fulgur explain --ranks` expects of it: the share of what one device took in the same run, and what the model says of
-waiting. A peer whose result is another one than fulgur's is not timed. Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows
-(Ulysses), `2d` does both. fulgur has no ring; `ring` is ring-flash-attention's zigzag one, on the module flash_attn
-that is installed, or on PyTorch's own build of FlashAttention-2's kernels, `ring_fulgur` the same on fulgur's, and
-`torch` and `torch_fulgur` are PyTorch's context_parallel (all-gather) likewise. Those of `invariant` calls are compared with one device's bits.
+waiting. `invariant` calls are compared with one device's bits. A peer whose result is another one than fulgur's is not
+timed.
+
+Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows (Ulysses), `2d` does both. fulgur has no ring;
+`ring` is ring-flash-attention's zigzag one, on the module flash_attn that is installed, or on PyTorch's own build of
+FlashAttention-2's kernels, `ring_fulgur` the same on fulgur's, and `torch` and `torch_fulgur` are PyTorch's
+context_parallel likewise.
 """
 
 import argparse
@@ -291,7 +294,8 @@ def kernels_of_pytorch():
         return out, lse, None, seed
 
     def backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, window_size_left=-1,
-                 window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None):  # fmt: skip
+                 window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False,
+                 rng_state=None):  # fmt: skip
         none = torch.zeros(2, dtype=torch.uint64, device=q.device)
         gradients = aten._flash_attention_backward(
             dout.contiguous(), q, k, v, out, softmax_lse.contiguous(), None, None, q.shape[1], k.shape[1], dropout_p,
