@@ -197,30 +197,33 @@ CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
   return other.data + offer.offset;
 }
 
+auto DeviceMemory::tell(const std::vector<Offer>& mine, size_t bytes) -> std::vector<Offer> {
+  std::vector<Offer> theirs(group_.ranks);
+  std::vector<std::span<const std::byte>> out(group_.ranks);
+  std::vector<std::span<std::byte>> in(group_.ranks);
+  for (int r = 0; r < group_.ranks; ++r) {
+    if (r == group_.rank) continue;
+    out[r] = std::as_bytes(std::span(&mine[r], 1)).first(bytes);
+    in[r] = std::as_writable_bytes(std::span(&theirs[r], 1)).first(bytes);
+  }
+  group_.exchange(out, in);
+  return theirs;
+}
+
 void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
                             std::span<const std::span<std::byte>> receives) {
   const CurrentContext current(gpu_.context());
   const Room& room = rooms_[kSends];
-  const Offer own{
-      .handle = sends_handle_, .process = static_cast<uint64_t>(getpid()), .room = room.data};
-  finish();  // what is sent lies there
-  // Who may read what, then that all have read.
-  std::vector<Offer> mine(group_.ranks, own), theirs(group_.ranks);
+  std::vector<Offer> mine(
+      group_.ranks,
+      {.handle = sends_handle_, .process = static_cast<uint64_t>(getpid()), .room = room.data});
   for (int r = 0; r < group_.ranks; ++r) {
     mine[r].offset = address(sends[r].data()) - room.data;
     mine[r].bytes = sends[r].size();
   }
-  const auto tell = [&](size_t bytes) {
-    std::vector<std::span<const std::byte>> out(group_.ranks);
-    std::vector<std::span<std::byte>> in(group_.ranks);
-    for (int r = 0; r < group_.ranks; ++r) {
-      if (r == group_.rank) continue;
-      out[r] = std::as_bytes(std::span(&mine[r], 1)).first(bytes);
-      in[r] = std::as_writable_bytes(std::span(&theirs[r], 1)).first(bytes);
-    }
-    group_.exchange(out, in);
-  };
-  tell(sizeof(Offer));
+  finish();  // what is sent lies there
+  const std::vector<Offer> theirs = tell(mine, sizeof(Offer));
+  unsettled_ = true;
   for (int i = 1; i < group_.ranks; ++i) {
     const int r = (group_.rank + i) % group_.ranks;
     if (theirs[r].bytes != receives[r].size()) {
@@ -234,8 +237,12 @@ void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
                                  receives[r].size(), stream_),
           "cuMemcpyAsync");
   }
-  finish();
-  tell(1);
+}
+
+void DeviceMemory::settle() {
+  if (!std::exchange(unsettled_, false)) return;
+  tell(std::vector<Offer>(group_.ranks), 1);
+  const CurrentContext current(gpu_.context());
   for (const CUdeviceptr data : std::exchange(replaced_, {})) {
     check(driver().cuMemFree(data), "cuMemFree");
   }

@@ -40,6 +40,7 @@ class DeviceMemory final : public OnStream<Memory> {
   std::byte* room(Use use, int64_t bytes) override;
   void exchange(std::span<const std::span<const std::byte>> sends,
                 std::span<const std::span<std::byte>> receives) override;
+  void settle() override;
   std::unique_ptr<Order> computing(const Run& run) override;
 
  private:
@@ -58,12 +59,15 @@ class DeviceMemory final : public OnStream<Memory> {
     uint64_t process = 0, room = 0, offset = 0, bytes = 0;
   };
   cuda::CUdeviceptr open(int rank, const Offer& offer);
+  /// An offer of each rank, or the first byte of it.
+  std::vector<Offer> tell(const std::vector<Offer>& mine, size_t bytes);
 
   Group::Impl& group_;
   std::array<Room, kUses> rooms_;
   cuda::CUipcMemHandle sends_handle_{};
   std::vector<cuda::CUdeviceptr> replaced_;  ///< that others may have opened
   std::vector<Opened> opened_;
+  bool unsettled_ = false;
 };
 
 }  // namespace fulgur::distributed

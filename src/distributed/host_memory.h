@@ -24,6 +24,7 @@ class HostMemory final : public Memory {
   std::byte* room(Use use, int64_t bytes) override;
   void exchange(std::span<const std::span<const std::byte>> sends,
                 std::span<const std::span<std::byte>> receives) override;
+  void settle() override {}
   std::unique_ptr<Order> computing(const Run& run) override;
 
  private:

@@ -44,6 +44,9 @@ class Memory : public Order {
   /// A step of all ranks: sends lie in kSends, receives in kReceives.
   virtual void exchange(std::span<const std::span<const std::byte>> sends,
                         std::span<const std::span<std::byte>> receives) = 0;
+  /// Waits until all ranks have what this one has sent, so that kSends may be used again; after
+  /// each exchange, and after what comes from there is finished.
+  virtual void settle() = 0;
   /// The order in which a run computes.
   virtual std::unique_ptr<Order> computing(const Run& run) = 0;
 };

@@ -129,10 +129,12 @@ class Work {
       StepMemory arena(memory_.room(use, plan_.step_bytes), p_.device);
       Step& step = steps[number % 2].emplace(plan_, arena, number);
       if (plan_.queries_stay()) set_queries(number, step);
-      return line.add([this, number, step, mark = computed[number % 2]] {
+      const auto arrived = line.add([this, number, step, mark = computed[number % 2]] {
         memory_.after(mark);
         fetch(number, step);
       });
+      line.add([this] { memory_.settle(); });
+      return arrived;
     };
     std::shared_future<void> returned, arrived = fetched(0);
     for (int64_t number = 0; number < plan_.steps; ++number) {
@@ -141,8 +143,9 @@ class Work {
       if (number + 1 < plan_.steps) arrived = fetched(number + 1);
       compute(number, step);
       computed[number % 2] = computing_->mark();
-      returned = line.add(
+      line.add(
           [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
+      returned = line.add([this] { memory_.settle(); });
     }
     returned.get();
     if constexpr (kBackward) {
