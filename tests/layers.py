@@ -34,7 +34,7 @@ FOLDERS = {
     PUBLIC: [PUBLIC_GROUPS],
     PUBLIC_GROUPS: [PUBLIC],
     "base": [PUBLIC, *HOST_DEVICE],
-    "expression": [PUBLIC, "base"],
+    "expression": [PUBLIC, "base", *HOST_DEVICE],
     "call": [PUBLIC, "base", "expression", *HOST_DEVICE],
     "engine": CALL,
     "host": [*CALL, "engine"],

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <limits>
 
 #include "base/convert.h"
 
@@ -10,60 +11,40 @@ namespace fulgur::expression {
 namespace {
 
 constexpr double kInf = std::numeric_limits<double>::infinity();
-constexpr int64_t kMaxBox = 16;  // elements of a tensor that are looked at for a tile
 
-Hull of_type(Type type) {
-  if (type == Type::kFloat) return {};
-  if (type == Type::kBool) return {0, 1, false};
-  return {INT32_MIN, INT32_MAX, false};
+static_assert(static_cast<int>(Type::kBool) == kernels::kBoolHull);
+static_assert(static_cast<int>(Type::kInt) == kernels::kIntHull);
+static_assert(static_cast<int>(Type::kFloat) == kernels::kFloatHull);
+
+using kernels::HullType;
+
+Hull applied(Hull (*operation)(HullType, const Hull&), HullType type, const Hull* const* x) {
+  return operation(type, *x[0]);
+}
+Hull applied(Hull (*operation)(HullType, const Hull&, const Hull&), HullType type,
+             const Hull* const* x) {
+  return operation(type, *x[0], *x[1]);
+}
+Hull applied(Hull (*operation)(HullType, const Hull&, const Hull&, const Hull&), HullType type,
+             const Hull* const* x) {
+  return operation(type, *x[0], *x[1], *x[2]);
 }
 
-Hull certain(bool value) { return {value ? 1.0 : 0.0, value ? 1.0 : 0.0, false}; }
-constexpr Hull kEither{0, 1, false};
-
-/// Integers that do not wrap.
-Hull integers(double low, double high) {
-  if (low < INT32_MIN || high > INT32_MAX) return of_type(Type::kInt);
-  return {low, high, false};
-}
-
-/// Floats, with the rounding of an operation; a sum or a product of infinities may be a NaN.
-Hull floats(double low, double high, bool may_be_nan, double error = 0x1p-22) {
-  if (std::isnan(low) || std::isnan(high) || std::isinf(low) || std::isinf(high)) return {};
-  return {low - std::fabs(low) * error - 0x1p-126, high + std::fabs(high) * error + 0x1p-126,
-          may_be_nan};
-}
-
-Hull numbers(Type type, double low, double high, bool may_be_nan) {
-  return type == Type::kInt ? integers(low, high) : floats(low, high, may_be_nan);
-}
-
-Hull join(const Hull& x, const Hull& y) {
-  return {std::min(x.low, y.low), std::max(x.high, y.high), x.may_be_nan || y.may_be_nan,
-          x.hashes | y.hashes};
-}
-
-uint64_t hash_bit(double value) {
-  const auto word = static_cast<uint32_t>(static_cast<int32_t>(value));
-  return uint64_t{1} << ((word * 0x9e3779b1u) >> 26);
-}
-
-Hull equal(const Hull& x, const Hull& y, bool ints) {
-  if (x.high < y.low || y.high < x.low) return certain(false);
-  if (x.known() && y.known()) return certain(true);
-  if (ints && (x.hashes & y.hashes) == 0) return certain(false);
-  return kEither;
-}
-
-Hull negated(const Hull& x) { return {1 - x.high, 1 - x.low, false}; }
-
-Hull multiplied(Type type, const Hull& x, const Hull& y) {
-  const double products[] = {x.low * y.low, x.low * y.high, x.high * y.low, x.high * y.high};
-  const auto [low, high] = std::ranges::minmax(products);
-  return numbers(type, low, high, x.may_be_nan || y.may_be_nan);
-}
+HullType hull_type(Type type) { return static_cast<HullType>(type); }
 
 }  // namespace
+
+const char* hull_operation(Op op) {
+  switch (op) {
+#define FULGUR_CASE(op, function) \
+  case Op::op:                    \
+    return #function;
+    FULGUR_HULL_OPERATIONS(FULGUR_CASE)
+#undef FULGUR_CASE
+    default:
+      return nullptr;
+  }
+}
 
 Hull hull_of(Type type, std::span<const int32_t> values) {
   Hull hull{kInf, -kInf, false, 0};
@@ -78,7 +59,7 @@ Hull hull_of(Type type, std::span<const int32_t> values) {
     const double value = type == Type::kBool ? (bits != 0 ? 1 : 0) : bits;
     hull.low = std::min(hull.low, value);
     hull.high = std::max(hull.high, value);
-    hull.hashes |= hash_bit(value);
+    hull.hashes |= kernels::hash_of(static_cast<int>(value));
   }
   if (type == Type::kFloat) hull.hashes = ~uint64_t{0};
   return hull;
@@ -133,23 +114,21 @@ Tile MaskHulls::tile(int64_t tile, std::vector<Hull>* of) const {
 
 Hull MaskHulls::gathered(const Node& node, std::span<const Hull> nodes) const {
   const ConstTensor& t = tensors_[node.tensor];
-  int64_t low[ConstTensor::kMaxRank], size[ConstTensor::kMaxRank], box = 1;
+  kernels::HullRange ranges[ConstTensor::kMaxRank];
+  int64_t box = 1;
   for (int i = 0; i < node.count; ++i) {
-    const Hull& index = nodes[node.operands[i]];
     const auto last = static_cast<double>(t.shape[i] - 1);
     if (last < 0) return {0, 0, false};
-    low[i] = static_cast<int64_t>(std::clamp(index.low, 0.0, last));
-    size[i] = static_cast<int64_t>(std::clamp(index.high, 0.0, last)) - low[i] + 1;
-    if (size[i] > kMaxBox) return of_type(node.type());
-    box *= size[i];
+    ranges[i] = kernels::hull_range(nodes[node.operands[i]], last);
+    box = std::min<int64_t>(box * ranges[i].count, kernels::kMaxHullBox + 1);
   }
-  if (box > kMaxBox) return of_type(node.type());
-  int32_t values[kMaxBox];
+  if (box > kernels::kMaxHullBox) return kernels::hull_of_type(hull_type(node.type()));
+  int32_t values[kernels::kMaxHullBox];
   for (int64_t n = 0; n < box; ++n) {
     int64_t at = 0, rest = n;
     for (int i = 0; i < node.count; ++i) {
-      at += (low[i] + rest % size[i]) * t.strides[i];
-      rest /= size[i];
+      at += (ranges[i].first + rest % ranges[i].count) * t.strides[i];
+      rest /= ranges[i].count;
     }
     const double value = load_element(t.data, t.dtype, at);
     values[n] = bits_of(node.type(), node.type() == Type::kInt ? wrapped(value) : value);
@@ -158,77 +137,19 @@ Hull MaskHulls::gathered(const Node& node, std::span<const Hull> nodes) const {
 }
 
 Hull MaskHulls::mixed(const Node& node, std::span<const Hull> nodes) const {
-  const Hull unknown = of_type(node.type());
   if (node.op() == Op::kGather) return gathered(node, nodes);
-  if (node.count == 0) return unknown;
-  const Type type = graph_.call.graph.operand_type(node);
-  const bool logic = type == Type::kBool;
-  const Hull x = nodes[node.operands[0]], y = nodes[node.operands[node.count > 1 ? 1 : 0]];
-  const bool may_be_nan = x.may_be_nan || y.may_be_nan;
+  if (node.count == 0) return kernels::hull_of_type(hull_type(node.type()));
+  const HullType type = hull_type(graph_.call.graph.operand_type(node));
+  const Hull* operands[kMaxOperands];
+  for (int i = 0; i < node.count; ++i) operands[i] = &nodes[node.operands[i]];
   switch (node.op()) {
-    case Op::kAdd:
-      return numbers(type, x.low + y.low, x.high + y.high, may_be_nan);
-    case Op::kSub:
-      return numbers(type, x.low - y.high, x.high - y.low, may_be_nan);
-    case Op::kMul:
-      return multiplied(type, x, y);
-    case Op::kFloorDiv:
-      return {std::floor(x.low / y.low), std::floor(x.high / y.low), false};
-    case Op::kMod: {
-      const double n = y.low, turn = std::floor(x.low / n);
-      if (turn != std::floor(x.high / n)) return {0, n - 1, false};
-      return {x.low - turn * n, x.high - turn * n, false};
-    }
-    case Op::kMin:
-      return {std::min(x.low, y.low), std::min(x.high, y.high), may_be_nan};
-    case Op::kMax:
-      return {std::max(x.low, y.low), std::max(x.high, y.high), may_be_nan};
-    case Op::kNeg:
-      return numbers(type, -x.high, -x.low, may_be_nan);
-    case Op::kAbs: {
-      const double least =
-          x.low <= 0 && x.high >= 0 ? 0 : std::min(std::fabs(x.low), std::fabs(x.high));
-      return numbers(type, least, std::max(std::fabs(x.low), std::fabs(x.high)), may_be_nan);
-    }
-    case Op::kShiftRight:
-      if (!y.known()) return unknown;
-      return {std::floor(std::ldexp(x.low, -(static_cast<int>(y.low) & 31))),
-              std::floor(std::ldexp(x.high, -(static_cast<int>(y.low) & 31))), false};
-    case Op::kAnd:
-      if (logic) return {std::min(x.low, y.low), std::min(x.high, y.high), false};
-      // What one of both has no bits for, the result has none for.
-      if (x.low >= 0 && y.low >= 0) return {0, std::min(x.high, y.high), false};
-      if (x.low >= 0) return {0, x.high, false};
-      return y.low >= 0 ? Hull{0, y.high, false} : unknown;
-    case Op::kOr:
-      return logic ? Hull{std::max(x.low, y.low), std::max(x.high, y.high), false} : unknown;
-    case Op::kXor:
-      return logic && x.known() && y.known() ? certain(x.low != y.low) : unknown;
-    case Op::kEqual:
-      return equal(x, y, type == Type::kInt);
-    case Op::kNotEqual:
-      return may_be_nan ? kEither : negated(equal(x, y, type == Type::kInt));
-    case Op::kLess:
-      if (x.low >= y.high) return certain(false);
-      return x.high < y.low && !may_be_nan ? certain(true) : kEither;
-    case Op::kLessEqual:
-      if (x.low > y.high) return certain(false);
-      return x.high <= y.low && !may_be_nan ? certain(true) : kEither;
-    case Op::kNot:
-      return negated(x);
-    case Op::kFloor:
-      return {std::floor(x.low), std::floor(x.high), may_be_nan};
-    case Op::kToFloat:
-      return floats(x.low, x.high, false);
-    case Op::kToInt:
-      if (may_be_nan || x.low < INT32_MIN || x.high > INT32_MAX) return unknown;
-      return {std::trunc(x.low), std::trunc(x.high), false};
-    case Op::kSelect: {
-      const Hull& otherwise = nodes[node.operands[2]];
-      return x.low == 1 ? y : x.high == 0 ? otherwise : join(y, otherwise);
-    }
+#define FULGUR_CASE(op, function) \
+  case Op::op:                    \
+    return applied(kernels::function, type, operands);
+    FULGUR_HULL_OPERATIONS(FULGUR_CASE)
+#undef FULGUR_CASE
     default:
-      return unknown;
+      return kernels::hull_of_type(hull_type(node.type()));
   }
 }
 

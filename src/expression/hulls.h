@@ -3,25 +3,29 @@
 #pragma once
 
 #include <cstdint>
-#include <limits>
 #include <span>
 #include <vector>
 
 #include "expression/stages.h"
 #include "fulgur/attention.h"
+#include "kernels/host_device/hull.h"
 
 namespace fulgur::expression {
 
-/// In which values lie. Of integers also which 6-bit hashes they have, by which sets that overlap
-/// but have no value in common are told apart.
-struct Hull {
-  double low = -std::numeric_limits<double>::infinity();
-  double high = std::numeric_limits<double>::infinity();
-  bool may_be_nan = true;
-  uint64_t hashes = ~uint64_t{0};
+using kernels::Hull;
 
-  bool known() const { return low == high && !may_be_nan; }
-};
+/// The operations that make a hull of hulls, and the functions of kernels/host_device/hull.h that
+/// do; of the values of others nothing is known but their type.
+#define FULGUR_HULL_OPERATIONS(of)                                                                \
+  of(kAdd, hull_add) of(kSub, hull_sub) of(kMul, hull_mul) of(kFloorDiv, hull_floor_div)          \
+      of(kMod, hull_mod) of(kMin, hull_min) of(kMax, hull_max) of(kShiftRight, hull_shift_right)  \
+          of(kAnd, hull_and) of(kOr, hull_or) of(kXor, hull_xor) of(kEqual, hull_equal)           \
+              of(kNotEqual, hull_not_equal) of(kLess, hull_less) of(kLessEqual, hull_less_equal)  \
+                  of(kNot, hull_not) of(kNeg, hull_neg) of(kAbs, hull_abs) of(kFloor, hull_floor) \
+                      of(kToFloat, hull_to_float) of(kToInt, hull_to_int) of(kSelect, hull_select)
+
+/// The function of an operation; null: there is none.
+const char* hull_operation(Op op);
 
 /// Of some values of a type, as bits_of() makes them; at least one.
 Hull hull_of(Type type, std::span<const int32_t> values);

@@ -1,0 +1,162 @@
+// Intervals in which the values of nodes of an expression lie, and what operations make of them: how a tile of scores is
+// found to be hidden or shown whole without a look at each score. On the host expression/hulls.h uses them, on the
+// device attention/tile_map.cu.
+#pragma once
+#include "host_device/host_device.h"
+#ifndef __CUDACC__
+#include <cmath>
+#define FULGUR_HULL inline
+#else
+#define FULGUR_HULL __device__ __forceinline__
+#endif
+
+namespace fulgur::kernels {
+
+// As expression::Type numbers them.
+enum HullType : int { kBoolHull, kIntHull, kFloatHull };
+
+constexpr double kUnboundedHull = __builtin_bit_cast(double, 0x7ff0000000000000ull);
+constexpr double kLeastInt = -2147483648.0, kLargestInt = 2147483647.0;
+
+// Of integers also which 6-bit hashes they have, by which sets that overlap but have no value in common are told apart.
+// Of what is not an integer all hashes are there.
+struct Hull {
+  double low = -kUnboundedHull;
+  double high = kUnboundedHull;
+  bool may_be_nan = true;
+  u64 hashes = ~0ull;
+
+  FULGUR_HULL bool known() const { return low == high && !may_be_nan; }
+};
+
+FULGUR_HULL Hull hull_of_type(HullType type) {
+  if (type == kFloatHull) return {};
+  if (type == kBoolHull) return {0, 1, false};
+  return {kLeastInt, kLargestInt, false};
+}
+
+FULGUR_HULL Hull certain_hull(bool value) { return {value ? 1.0 : 0.0, value ? 1.0 : 0.0, false}; }
+FULGUR_HULL Hull either_hull() { return {0, 1, false}; }
+
+FULGUR_HULL u64 hash_of(int value) { return 1ull << (u32(value) * 0x9e3779b1u >> 26); }
+
+FULGUR_HULL Hull hull_of(bool value) { return certain_hull(value); }
+FULGUR_HULL Hull hull_of(int value) { return {double(value), double(value), false, hash_of(value)}; }
+FULGUR_HULL Hull hull_of(float value) {
+  if (value != value) return {};
+  return {double(value), double(value), false};
+}
+
+// Integers that do not wrap.
+FULGUR_HULL Hull integer_hull(double low, double high) {
+  if (low < kLeastInt || high > kLargestInt) return hull_of_type(kIntHull);
+  return {low, high, false};
+}
+
+// Floats, with the rounding of an operation; a sum or a product of infinities may be a NaN.
+FULGUR_HULL Hull float_hull(double low, double high, bool may_be_nan) {
+  constexpr double kError = 0x1p-22, kSmallest = 0x1p-126;
+  if (!(fabs(low) < kUnboundedHull) || !(fabs(high) < kUnboundedHull)) return {};
+  return {low - fabs(low) * kError - kSmallest, high + fabs(high) * kError + kSmallest, may_be_nan};
+}
+
+FULGUR_HULL Hull number_hull(HullType type, double low, double high, bool may_be_nan) {
+  return type == kIntHull ? integer_hull(low, high) : float_hull(low, high, may_be_nan);
+}
+
+FULGUR_HULL double least_of(double a, double b) { return a < b ? a : b; }
+FULGUR_HULL double most_of(double a, double b) { return a > b ? a : b; }
+
+FULGUR_HULL Hull join_hulls(const Hull& x, const Hull& y) {
+  return {least_of(x.low, y.low), most_of(x.high, y.high), x.may_be_nan || y.may_be_nan, x.hashes | y.hashes};
+}
+
+// Operations. `type`: of the operands.
+FULGUR_HULL Hull hull_add(HullType type, const Hull& x, const Hull& y) {
+  return number_hull(type, x.low + y.low, x.high + y.high, x.may_be_nan || y.may_be_nan);
+}
+FULGUR_HULL Hull hull_sub(HullType type, const Hull& x, const Hull& y) {
+  return number_hull(type, x.low - y.high, x.high - y.low, x.may_be_nan || y.may_be_nan);
+}
+FULGUR_HULL Hull hull_mul(HullType type, const Hull& x, const Hull& y) {
+  const double a = x.low * y.low, b = x.low * y.high, c = x.high * y.low, d = x.high * y.high;
+  if (a != a || b != b || c != c || d != d) return hull_of_type(type);
+  return number_hull(type, least_of(least_of(a, b), least_of(c, d)), most_of(most_of(a, b), most_of(c, d)),
+                     x.may_be_nan || y.may_be_nan);
+}
+FULGUR_HULL Hull hull_floor_div(HullType, const Hull& x, const Hull& by) {
+  return {floor(x.low / by.low), floor(x.high / by.low), false};
+}
+FULGUR_HULL Hull hull_mod(HullType, const Hull& x, const Hull& by) {
+  const double turn = floor(x.low / by.low);
+  if (turn != floor(x.high / by.low)) return {0, by.low - 1, false};
+  return {x.low - turn * by.low, x.high - turn * by.low, false};
+}
+FULGUR_HULL Hull hull_min(HullType, const Hull& x, const Hull& y) {
+  return {least_of(x.low, y.low), least_of(x.high, y.high), x.may_be_nan || y.may_be_nan};
+}
+FULGUR_HULL Hull hull_max(HullType, const Hull& x, const Hull& y) {
+  return {most_of(x.low, y.low), most_of(x.high, y.high), x.may_be_nan || y.may_be_nan};
+}
+FULGUR_HULL Hull hull_neg(HullType type, const Hull& x) { return number_hull(type, -x.high, -x.low, x.may_be_nan); }
+FULGUR_HULL Hull hull_abs(HullType type, const Hull& x) {
+  const double a = fabs(x.low), b = fabs(x.high);
+  return number_hull(type, x.low <= 0 && x.high >= 0 ? 0 : least_of(a, b), most_of(a, b), x.may_be_nan);
+}
+FULGUR_HULL Hull hull_shift_right(HullType type, const Hull& x, const Hull& by) {
+  if (!by.known()) return hull_of_type(type);
+  const double divisor = double(1ll << (int(by.low) & 31));
+  return {floor(x.low / divisor), floor(x.high / divisor), false};
+}
+FULGUR_HULL Hull hull_and(HullType type, const Hull& x, const Hull& y) {
+  if (type == kBoolHull) return {least_of(x.low, y.low), least_of(x.high, y.high), false};
+  // What one of both has no bits for, the result has none for.
+  if (x.low >= 0 && y.low >= 0) return {0, least_of(x.high, y.high), false};
+  if (x.low >= 0) return {0, x.high, false};
+  return y.low >= 0 ? Hull{0, y.high, false} : hull_of_type(type);
+}
+FULGUR_HULL Hull hull_or(HullType type, const Hull& x, const Hull& y) {
+  if (type != kBoolHull) return hull_of_type(type);
+  return {most_of(x.low, y.low), most_of(x.high, y.high), false};
+}
+FULGUR_HULL Hull hull_xor(HullType type, const Hull& x, const Hull& y) {
+  return type == kBoolHull && x.known() && y.known() ? certain_hull(x.low != y.low) : hull_of_type(type);
+}
+FULGUR_HULL Hull hull_not(HullType, const Hull& x) { return {1 - x.high, 1 - x.low, false}; }
+FULGUR_HULL Hull hull_equal(HullType type, const Hull& x, const Hull& y) {
+  if (x.high < y.low || y.high < x.low) return certain_hull(false);
+  if (x.known() && y.known()) return certain_hull(true);
+  return type == kIntHull && (x.hashes & y.hashes) == 0 ? certain_hull(false) : either_hull();
+}
+FULGUR_HULL Hull hull_not_equal(HullType type, const Hull& x, const Hull& y) {
+  return x.may_be_nan || y.may_be_nan ? either_hull() : hull_not(kBoolHull, hull_equal(type, x, y));
+}
+FULGUR_HULL Hull hull_less(HullType, const Hull& x, const Hull& y) {
+  if (x.low >= y.high) return certain_hull(false);
+  return x.high < y.low && !x.may_be_nan && !y.may_be_nan ? certain_hull(true) : either_hull();
+}
+FULGUR_HULL Hull hull_less_equal(HullType, const Hull& x, const Hull& y) {
+  if (x.low > y.high) return certain_hull(false);
+  return x.high <= y.low && !x.may_be_nan && !y.may_be_nan ? certain_hull(true) : either_hull();
+}
+FULGUR_HULL Hull hull_floor(HullType, const Hull& x) { return {floor(x.low), floor(x.high), x.may_be_nan}; }
+FULGUR_HULL Hull hull_to_float(HullType, const Hull& x) { return float_hull(x.low, x.high, false); }
+FULGUR_HULL Hull hull_to_int(HullType, const Hull& x) {
+  if (x.may_be_nan || x.low < kLeastInt || x.high > kLargestInt) return hull_of_type(kIntHull);
+  return {trunc(x.low), trunc(x.high), false};
+}
+FULGUR_HULL Hull hull_select(HullType, const Hull& condition, const Hull& yes, const Hull& no) {
+  return condition.low == 1 ? yes : condition.high == 0 ? no : join_hulls(yes, no);
+}
+
+// Which elements of a dimension of a tensor, clamped, indices name.
+struct HullRange {
+  int first, count;
+};
+FULGUR_HULL HullRange hull_range(const Hull& index, double last) {
+  const int first = int(least_of(most_of(index.low, 0), last));
+  return {first, int(least_of(most_of(index.high, 0), last)) - first + 1};
+}
+enum : int { kMaxHullBox = 16 };  // elements of a tensor that are looked at for a tile
+
+}  // namespace fulgur::kernels
