@@ -1,0 +1,168 @@
+"""Times calls with score_mod and mask_mod on a GPU beside PyTorch's compiled flex_attention: TFLOP/s of the scores that
+are seen, and microseconds of the kernels that map tiles. Each case is a process, so that compilers run at once; they
+take turns at the GPU.
+
+    gpu_expressions.py LIBFULGUR [CASE...]
+"""
+
+import ctypes
+import fcntl
+import statistics
+import subprocess
+import sys
+import tempfile
+
+import fulgur_c
+import torch
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+BATCH, TOKENS, HEADS, DIM = 2, 8192, 16, 128
+DOCUMENT, WINDOW, PREFIX = 1024, 1024, 1024
+FULL, CAUSAL = -1, 0  # of window_right
+
+
+def documents(ragged):
+    """The document of each token."""
+    generator = torch.Generator().manual_seed(1)
+    if not ragged:
+        return (torch.arange(TOKENS) // DOCUMENT).repeat(BATCH, 1).int()
+    ends = torch.rand(BATCH, TOKENS, generator=generator) < 1 / DOCUMENT
+    return ends.cumsum(1).int()
+
+
+def inputs(dim):
+    torch.manual_seed(0)
+    shape = (BATCH, TOKENS, HEADS, dim)
+    return [torch.randn(shape, dtype=torch.bfloat16, device="cuda") for _ in range(4)]
+
+
+# Name: right bound, score_mod, mask_mod as text, and Flex's mods of (tensors) as functions.
+CASES = {
+    "full": (FULL, None, None, None, None),
+    "causal": (CAUSAL, None, None, None, lambda t: lambda b, h, q, k: q >= k),
+    "causal by mask_mod": (FULL, None, "delta <= 0", None, lambda t: lambda b, h, q, k: q >= k),
+    "documents": (FULL, None, "doc[b, q] == doc[b, k]", None,
+                  lambda t: lambda b, h, q, k: t["doc"][b, q] == t["doc"][b, k]),
+    "ragged documents": (FULL, None, "doc[b, q] == doc[b, k]", None,
+                         lambda t: lambda b, h, q, k: t["doc"][b, q] == t["doc"][b, k]),
+    "causal documents": (CAUSAL, None, "doc[b, q] == doc[b, k]", None,
+                         lambda t: lambda b, h, q, k: (t["doc"][b, q] == t["doc"][b, k]) & (q >= k)),
+    "window": (FULL, None, f"delta <= 0 && delta > -{WINDOW}", None,
+               lambda t: lambda b, h, q, k: (q >= k) & (q - k < WINDOW)),
+    "prefix": (FULL, None, f"k < {PREFIX} || delta <= 0", None,
+               lambda t: lambda b, h, q, k: (k < PREFIX) | (q >= k)),
+    "ALiBi": (CAUSAL, "score - slope[h] * abs(delta)", None,
+              lambda t: lambda s, b, h, q, k: s - t["slope"][h] * (q - k).abs(),
+              lambda t: lambda b, h, q, k: q >= k),
+    "softcap": (CAUSAL, "30.0 * tanh(score / 30.0)", None,
+                lambda t: lambda s, b, h, q, k: 30 * torch.tanh(s / 30), lambda t: lambda b, h, q, k: q >= k),
+}
+
+
+class Binding(fulgur_c.Struct):
+    _fields_ = [*fulgur_c.SIZE, ("name", ctypes.c_char_p), *fulgur_c.fields("tensor", "grad")]
+
+
+def prepared(lib, which, tensors, bound, options):
+    """A function that runs a pass of a plan of its own."""
+    used = {name: fulgur_c.described(t.shape, t.dtype, t.data_ptr()) for name, t in tensors.items()}
+    of_bound = {name: fulgur_c.described(t.shape, t.dtype, t.data_ptr()) for name, t in bound.items()}
+    bindings = (Binding * max(len(bound), 1))(*[
+        Binding(name=name.encode(), tensor=ctypes.addressof(t)) for name, t in of_bound.items()])
+    args, kept = fulgur_c.filled(fulgur_c.ARGS[which], {name: ctypes.addressof(t) for name, t in used.items()})
+    args.tensors, args.tensor_count = ctypes.addressof(bindings), len(bound)
+    plan, need = ctypes.c_void_p(), fulgur_c.WorkspaceNeed()
+    lib.call(f"fulgur_plan_{which}", ctypes.byref(args), ctypes.byref(options), ctypes.byref(plan))
+    lib.call("fulgur_plan_workspace", plan, ctypes.byref(need))
+    workspace = torch.zeros(need.bytes, dtype=torch.uint8, device="cuda")
+    settings = fulgur_c.Run(workspace=workspace.data_ptr(), workspace_bytes=need.bytes,
+                            stream=torch.cuda.current_stream().cuda_stream)
+
+    def run():
+        lib.call(f"fulgur_plan_run_{which}", plan, ctypes.byref(args), ctypes.byref(settings))
+
+    run.keep = (workspace, used, of_bound, bindings, kept, tensors, bound)
+    return run
+
+
+def milliseconds(run):
+    for _ in range(3):
+        run()
+    times = []
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(5):
+            run()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 5)
+    return statistics.median(times)
+
+
+def map_microseconds(run):
+    """Of the kernels that map tiles."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return sum(e.device_time_total for e in profile.key_averages()
+               if any(name in e.key for name in ("panel_hulls", "tile_map")))
+
+
+def measure(library, name, lock):
+    right, score_mod, mask_mod, flex_score, flex_mask = CASES[name]
+    q, k, v, dout = inputs(DIM)
+    known = {"doc": documents("ragged" in name).cuda(),
+             "slope": torch.exp2(-torch.arange(1, HEADS + 1, device="cuda") / 2).float()}
+    bound = {n: t for n, t in known.items() if any(n + "[" in (text or "") for text in (score_mod, mask_mod))}
+    out, lse = torch.empty_like(q), torch.empty(BATCH, HEADS, TOKENS, device="cuda")
+    grads = {n: torch.empty_like(q) for n in ("dq", "dk", "dv")}
+    options = fulgur_c.Options(window_left=-1, window_right=right, engine=b"cuda",
+                               score_mod=score_mod and score_mod.encode(), mask_mod=mask_mod and mask_mod.encode())
+    lib = fulgur_c.Fulgur(library)
+    qkv = {"q": q, "k": k, "v": v}
+    ours = {"forward": prepared(lib, "forward", qkv | {"out": out, "lse": lse}, bound, options),
+            "backward": prepared(lib, "backward", qkv | {"dout": dout, "out": out, "lse": lse} | grads, bound, options)}
+    block_mask = flex_mask and create_block_mask(flex_mask(known), BATCH, None, TOKENS, TOKENS, device="cuda")
+    heads_first = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+    compiled = torch.compile(flex_attention)
+    flex = lambda: compiled(*heads_first, score_mod=flex_score and flex_score(known), block_mask=block_mask)  # noqa: E731
+    y = flex()
+    torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
+    seen = torch.zeros((), device="cuda", dtype=torch.int64)
+    rows, keys = torch.arange(TOKENS, device="cuda")[:, None], torch.arange(TOKENS, device="cuda")[None]
+    for b in range(BATCH):
+        shown = flex_mask(known)(b, 0, rows, keys) if flex_mask else torch.ones(TOKENS, TOKENS, device="cuda")
+        seen += shown.sum().long()
+    with open(lock, "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        cells, times = [], {}
+        for which, run in ours.items():
+            flops = seen.item() * HEADS * DIM * {"forward": 4, "backward": 10}[which]
+            times[which] = milliseconds(run)
+            peer = (flex if which == "forward" else
+                    lambda: torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True))
+            with torch.no_grad() if which == "forward" else torch.enable_grad():
+                theirs = milliseconds(peer)
+            cells.append(f"{flops / times[which] / 1e9:.0f} | {flops / theirs / 1e9:.0f} | {theirs / times[which]:.2f} | "
+                         f"{map_microseconds(run):.1f} of {1e3 * times[which]:.0f} us")
+        expected = torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
+        pairs = [(out, y), *zip(grads.values(), expected)]
+        worst = max(((a.float() - b.transpose(1, 2).float()).norm() / b.float().norm()).item() for a, b in pairs)
+        print(f"| {name} | {' | '.join(cells)} | {worst:.4f} |", flush=True)
+
+
+def main():
+    library, names = sys.argv[1], sys.argv[2:]
+    if names[:1] == ["--one"]:
+        return measure(library, names[1], names[2])
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {BATCH} x {TOKENS}, {HEADS} heads, d {DIM}, bf16")
+    print("| case | forward | Flex | ratio | map | backward | Flex | ratio | map | difference from Flex |", flush=True)
+    with tempfile.NamedTemporaryFile() as lock:
+        jobs = [subprocess.Popen([sys.executable, __file__, library, "--one", name, lock.name])
+                for name in names or CASES]
+        return max(job.wait() for job in jobs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
