@@ -156,7 +156,13 @@ TEST_P(Expressions, MasksOfTiles) {
   std::vector<double> ids(700);
   for (int64_t i = 0; i < 700; ++i) ids[i] = static_cast<double>(i / 150);
   write(tensors.memory[0], ids);
+  tensors.add("blocks", DType::kBool, {11, 6}, random);
+  std::vector<double> blocks(11 * 6);
+  for (double& x : blocks) x = random() % 3 == 0 ? 1 : 0;
+  write(tensors.memory[1], blocks);
   const Known masks[] = {
+      {"blocks[q // 64, k // 128]",
+       [&](const ScorePlace& p) { return blocks[p.q / 64 * 6 + p.k / 128]; }},
       {"doc[b, q] == doc[b, k]", [](const ScorePlace& p) { return p.q / 150 == p.k / 150; }},
       {"k < 100 || delta <= 0", [](const ScorePlace& p) { return p.k < 100 || p.k - p.q <= 0; }},
       {"delta <= 0 && (k < 4 || delta > -100)",
@@ -173,7 +179,8 @@ TEST_P(Expressions, MasksOfTiles) {
     Case c{.dtype = dtype(), .sq = 700, .sk = 700, .d = 8, .dv = 8};
     Workload w(c, 3);
     w.options.engine = engine();
-    w.options.mask_mod = parse_expression(mask.text, {tensors.known[0].symbol});
+    w.options.mask_mod =
+        parse_expression(mask.text, {tensors.known[0].symbol, tensors.known[1].symbol});
     w.mask_value = mask.value;
     w.forward.tensors = w.backward.tensors = tensors.of({w.options.mask_mod});
     // What is hidden reaches nobody.
@@ -190,6 +197,38 @@ TEST_P(Expressions, MasksOfTiles) {
     if (!by_keys) {
       EXPECT_TRUE(backward_is_right(w, e));
     }
+  }
+}
+
+// Masks of any form over several tiles: that a tile is skipped, or not looked at, is never wrong.
+TEST_P(Expressions, RandomMasksOfTiles) {
+  const uint64_t seed = test_seed();
+  for (uint64_t i = 0; i < 3; ++i) {
+    Case c{.dtype = dtype(), .batch = 2, .sq = 200, .sk = 330, .hq = 4, .hk = 2, .d = 8, .dv = 8};
+    if (i == 0) c.seqused = true;
+    if (i == 1) c.layout = Layout::kPacked;
+    if (i == 1) c.batch = 1;
+    if (i == 2) c.mask = causal();
+    std::mt19937_64 random(seed * 10 + i);
+    BoundTensors tensors;
+    tensors.add("doc", DType::kI32, {2, 330}, random);
+    tensors.add("row", DType::kF32, {4, 200}, random);
+    std::vector<double> ids(2 * 330);
+    for (size_t n = 0; n < ids.size(); ++n) ids[n] = static_cast<double>(n % 330 / 70);
+    write(tensors.memory[0], ids);
+    tensors.known[0].values = ids;
+    RandomExpressions make(seed * 10 + i, tensors.known, true);
+    Workload w(c, 3 + i);
+    w.options.engine = engine();
+    const KnownExpr e = make.condition(2 + static_cast<int>(i));
+    w.options.mask_mod = e.expr;
+    w.mask_value = e.value;
+    w.forward.tensors = w.backward.tensors = tensors.of({e.expr});
+    SCOPED_TRACE(c.name() + " " + e.expr.text());
+    if (!runs(w)) continue;
+    const Expected expected = expect(w);
+    EXPECT_TRUE(forward_is_right(w, expected));
+    EXPECT_TRUE(backward_is_right(w, expected));
   }
 }
 

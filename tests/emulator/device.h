@@ -176,6 +176,7 @@ inline float __uint_as_float(unsigned x) { return emulator::bits_of<float>(x); }
 inline unsigned __float_as_uint(float x) { return emulator::bits_of<unsigned>(x); }
 inline double __longlong_as_double(long long x) { return emulator::bits_of<double>(x); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned((unsigned long long)(a)*b >> 32);
@@ -199,8 +200,11 @@ inline long long min(long long a, long long b) { return a < b ? a : b; }
 inline long long max(long long a, long long b) { return a > b ? a : b; }
 extern "C" {
 double exp(double) noexcept;
+double fabs(double) noexcept;
+double floor(double) noexcept;
 double fmax(double, double) noexcept;
 double log(double) noexcept;
+double trunc(double) noexcept;
 float fabsf(float) noexcept;
 float rintf(float) noexcept;
 float fmaxf(float, float) noexcept;

@@ -84,6 +84,13 @@ int64_t AnyBackwardKey::dq_accum_floats(int64_t rows) const {
   return accumulates_dq() ? rows * kernels::dq_panels_of(head_dim) * kPanelColumns : 0;
 }
 
+AnyForwardKey map_key(const AnyBackwardKey& of) {
+  AnyForwardKey key;
+  static_cast<KernelKey&>(key) = of;
+  key.packed_k = of.packed;
+  return key;
+}
+
 std::string backward_rejects(const Problem& p) {
   if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
   if (p.d > kMaxDim || p.dv > kMaxDim) {
@@ -153,6 +160,7 @@ void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, E
                    {"dout", plan.copies_dout},
                    {"bias", plan.copies_bias}},
                   to);
+  describe_map(key, to);
   to.details.add("dsinks", plan.dsinks);
   to.details.add("dbias", plan.dbias);
   if (plan.dbias) {
@@ -237,6 +245,7 @@ AnyBackwardWorkspace backward_workspace(const Problem& p, const AnyBackwardKey& 
                arena.take(copied_bytes(shapes.v, plan.copies_v)),
                arena.take(copied_bytes(shapes.dout, plan.copies_dout)),
                arena.take(copied_bytes(shapes.bias, plan.copies_bias))};
+  at.map = arena.take(TileMap::bytes(p, key, map_tiles(key)));
   return at;
 }
 
@@ -292,6 +301,7 @@ void add_backward_kernels(const AnyBackwardKey& key, const AnyBackwardPlan& plan
   if (plan.dsinks) kernels.push_back(sinks_kernel(key));
   if (plan.dbias) kernels.push_back(bias_gradient.use);
   if (plan.copies()) kernels.push_back(copy_kernel());
+  add_map_kernels(map_key(key), map_tiles(key), kernels);
 }
 
 RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBackwardPlan& plan,
@@ -331,6 +341,7 @@ BackwardPassExecutable::BackwardPassExecutable(const Problem& p, Gpu& gpu, Expla
   if (workspace.end == 0) return;
   params_ = backward_params(p, key, plan, p_log2);
   row_kernels_ = RowKernels(p, key, plan, rounds, gpu);
+  map_ = TileMap(p, map_key(key), map_tiles(key), gpu);
   if (plan.dbias) {
     params_.bias_sums = bias_sums(p);
     bias_gradient_kernel_ = gpu.kernel(bias_gradient_.use).function;
@@ -369,6 +380,14 @@ BackwardParams BackwardPassExecutable::arguments(const BackwardArgs& args, const
   p.partial_dk = reinterpret_cast<float*>(workspace + at_.partial_dk);
   p.partial_dv = reinterpret_cast<float*>(workspace + at_.partial_dv);
   return p;
+}
+
+void BackwardPassExecutable::launch_map(CUstream stream, char* workspace,
+                                        BackwardParams& params) const {
+  AttentionParams call{};
+  static_cast<CallParams&>(call) = params;
+  call.expression = params.expression;
+  params.expression.map = map_.launch(stream, workspace + at_.map, call);
 }
 
 void BackwardPassExecutable::launch_bias_gradient(CUstream stream,

@@ -9,6 +9,7 @@
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/tensor_shape.h"
+#include "cuda/common/tile_map.h"
 #include "cuda/device/gpu.h"
 #include "kernels/backward/params.h"
 
@@ -90,6 +91,15 @@ AnyBackwardWorkspace backward_workspace(const Problem& problem, const AnyBackwar
                                         const AnyBackwardPlan& plan, int64_t dq_semaphores,
                                         int64_t partial_keys, Arena& arena);
 
+/// Of the mask and the lengths of a backward pass, what a map of its tiles depends on.
+AnyForwardKey map_key(const AnyBackwardKey& key);
+inline MapTiles map_tiles(const AnyBackwardKey& key) {
+  return {.block_rows = key.block_rows,
+          .block_keys = key.block_keys,
+          .by_keys = true,
+          .early_starts = key.early_starts};
+}
+
 /// Why no kernels compute a backward problem; empty where they do.
 std::string backward_rejects(const Problem& problem);
 
@@ -151,6 +161,8 @@ class BackwardPassExecutable : public AttentionExecutable<BackwardArgs> {
 
   /// What kernels are told in a run.
   BackwardParams arguments(const BackwardArgs& args, const Run& run, char* workspace) const;
+  /// The map of tiles, if there is one, of which kernels are told.
+  void launch_map(CUstream stream, char* workspace, BackwardParams& params) const;
   /// dbias, if it is wanted.
   void launch_bias_gradient(CUstream stream, const BackwardParams& params) const;
 
@@ -159,6 +171,7 @@ class BackwardPassExecutable : public AttentionExecutable<BackwardArgs> {
 
  private:
   AnyBackwardWorkspace at_;
+  TileMap map_;
   BiasGradientKernel bias_gradient_;
   CUfunction bias_gradient_kernel_ = nullptr;
 };

@@ -16,6 +16,7 @@ namespace fulgur::cuda {
 /// What the workspaces of all plans of attention kernels have, in bytes.
 struct CallWorkspace {
   int64_t zeroed = 0;    ///< counters at its beginning: zero before the first run and after each
+  int64_t map = 0;       ///< where the map of tiles begins
   int64_t metadata = 0;  ///< where numbers of the host begin
   int64_t end = 0;
 };

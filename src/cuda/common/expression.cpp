@@ -9,11 +9,15 @@
 #include <map>
 #include <utility>
 
+#include "expression/hulls.h"
+#include "expression/stages.h"
+
 namespace fulgur::cuda {
 namespace {
 
 using expression::CallGraph, expression::Expressions, expression::Graph, expression::Node,
-    expression::Op, expression::Symbol, expression::Type;
+    expression::Op, expression::Stage, expression::StagedGraph, expression::Symbol,
+    expression::Type;
 
 static_assert(expression::kMaxTensors == kernels::kMaxExpressionTensors);
 static_assert(ConstTensor::kMaxRank == kernels::kMaxExpressionRank);
@@ -25,17 +29,40 @@ const char* type_text(Type type) {
   return type == Type::kBool ? "bool" : type == Type::kInt ? "int" : "float";
 }
 
-/// Prints functions of nodes, and collects the words of their literals.
+const char* hull_type_text(Type type) {
+  return type == Type::kBool ? "kBoolHull" : type == Type::kInt ? "kIntHull" : "kFloatHull";
+}
+
+/// What literals are to their kernel: themselves, factors instead of divisors, or divisors of
+/// integers, whose words are those of a kernels::Reciprocal and their own.
+enum Form { kItself, kFactor, kDivisor };
+
+/// The words of literals, each once.
+struct Words {
+  std::vector<int> words;
+  std::map<std::pair<Form, std::vector<int>>, int> places;
+
+  /// The place of some; -1 where there is no room, which divisors always have: a user's expressions
+  /// have few literals, and derivatives add no divisors.
+  int take(Form form, const std::vector<int>& bits) {
+    const auto [at, is_new] = places.try_emplace({form, bits}, -1);
+    if (is_new && words.size() + bits.size() <= kernels::kMaxExpressionWords) {
+      at->second = static_cast<int>(words.size());
+      words.insert(words.end(), bits.begin(), bits.end());
+    }
+    return at->second;
+  }
+};
+
+/// Prints functions of nodes.
 class Printer {
  public:
-  Printer(const Graph& graph, std::span<const Expressions::TensorLayout> layouts)
-      : graph_(graph), layouts_(layouts) {
+  Printer(const Graph& graph, std::span<const Expressions::TensorLayout> layouts, Words& words)
+      : graph_(graph), layouts_(layouts), words_(words) {
     for (const Node& of : graph.nodes) {
       if (divides(of)) take(of.operands[1], kDivisor);
     }
   }
-
-  std::vector<int> words;
 
   /// The value of a root as a function of the place and, where it may need it, of the score.
   std::string function(const char* name, int root, bool of_score) {
@@ -82,7 +109,87 @@ class Printer {
            fmt::format(kFunction, "int", "expression_element", elements);
   }
 
+  /// What is known of the mask in a tile of scores: what only rows and only keys decide (panels),
+  /// and the hull of the mask by those of their values in the tile.
+  MaskHullsText hulls(const StagedGraph& staged) {
+    MaskHullsText to;
+    std::vector<bool> needed(graph_.nodes.size());
+    std::vector<int> panels[2], uniform;  // of rows and of keys
+    needed[staged.call.mask] = true;
+    for (int n = staged.call.mask; n >= 0; --n) {
+      if (!needed[n]) continue;
+      const Stage stage = staged.stages[n];
+      if (stage == Stage::kUniform && !is_divisor(n)) uniform.push_back(n);
+      if (stage == Stage::kRow) panels[0].push_back(n);
+      if (stage == Stage::kColumn) panels[1].push_back(n);
+      if (stage != Stage::kMixed) continue;
+      for (int i = 0; i < node(n).count; ++i) needed[node(n).operands[i]] = true;
+    }
+    constexpr const char* kNames[] = {"row", "key"};
+    std::string of_panels[2];
+    for (const int i : {0, 1}) {
+      std::string values;
+      for (size_t at = 0; at < panels[i].size(); ++at) {
+        const int n = panels[i][at];
+        values += fmt::format("  values[{}] = panel_value(t{});\n", at, n);
+        of_panels[i] += fmt::format("  const Hull h{} = panel_hull({}, {}s[{}]);\n", n,
+                                    hull_type_text(node(n).type()), kNames[i], at);
+      }
+      to.text += fmt::format("enum : int {{ k{}Panels = {} }};\n", i == 0 ? "Row" : "Key",
+                             panels[i].size());
+      to.text += fmt::format(
+          "template <class Place>\n__device__ __forceinline__ void expression_{}s(const Place& at, "
+          "int* values) {{\n{}{}}}\n",
+          kNames[i], panels[i].empty() ? "" : statements(panels[i]), values);
+    }
+    std::string body = uniform.empty() ? "" : statements(uniform);
+    for (const int n : uniform) body += fmt::format("  const Hull h{} = hull_of(t{});\n", n, n);
+    body += of_panels[0] + of_panels[1];
+    for (int n = 0; n <= staged.call.mask; ++n) {
+      if (!needed[n] || staged.stages[n] != Stage::kMixed) continue;
+      body += fmt::format("  const Hull h{} = {};\n", n, hull(n));
+    }
+    to.text += fmt::format(
+        "template <class Place, class Panels>\n__device__ __forceinline__ Hull "
+        "expression_hull(const Place& at, const Panels& rows, const Panels& keys) {{\n{}  return "
+        "h{};\n}}\n",
+        body, staged.call.mask);
+    to.row_panels = static_cast<int>(panels[0].size());
+    to.key_panels = static_cast<int>(panels[1].size());
+    for (int n = staged.call.mask; n >= 0; --n) {  // now all that the mask is made of
+      for (int i = 0; needed[n] && i < node(n).count; ++i) needed[node(n).operands[i]] = true;
+      if (!needed[n] || node(n).op() != Op::kSymbol) continue;
+      const Symbol symbol = node(n).content.symbol;
+      to.of_heads |= symbol == Symbol::kH;
+      to.of_kv_heads |= symbol == Symbol::kHk;
+      to.of_batch |= symbol == Symbol::kB || symbol == Symbol::kQ0;
+    }
+    return to;
+  }
+
  private:
+  /// The hull of a node by those of its operands.
+  std::string hull(int n) {
+    const Node& of = node(n);
+    std::string operands;
+    for (int i = 0; i < of.count; ++i) {
+      operands += is_divisor(of.operands[i])
+                      ? fmt::format(", hull_of(at.integer({}))", take(of.operands[i], kDivisor) + 2)
+                      : fmt::format(", h{}", of.operands[i]);
+    }
+    if (of.op() == Op::kGather) {
+      const Expressions::TensorLayout& t = layouts_[of.tensor];
+      const auto shape = std::span(t.shape).first(of.count);
+      if (std::ranges::find(shape, 0) != shape.end())
+        return of.type() == Type::kFloat ? "hull_of(0.f)" : "hull_of(0)";
+      return fmt::format("hull_gather<{}>({}, at.arguments.tensors[{}]{})",
+                         static_cast<int>(t.dtype), hull_type_text(of.type()), of.tensor, operands);
+    }
+    if (const char* function = expression::hull_operation(of.op()); function != nullptr)
+      return fmt::format("{}({}{})", function, hull_type_text(graph_.operand_type(of)), operands);
+    return fmt::format("hull_of_type({})", hull_type_text(of.type()));
+  }
+
   /// Those that make the values of roots.
   std::string statements(const std::vector<int>& roots) {
     uses_.assign(graph_.nodes.size(), 0);
@@ -149,10 +256,6 @@ class Printer {
     return -1;
   }
 
-  /// What literals are to their kernel: themselves, factors instead of divisors, or divisors of
-  /// integers, whose words are those of a kernels::Reciprocal and their own.
-  enum Form { kItself, kFactor, kDivisor };
-
   std::vector<int> words_of(int n, Form form) const {
     const double value = node(n).content.value;
     if (form == kDivisor) {
@@ -163,17 +266,7 @@ class Printer {
     return {std::bit_cast<int>(static_cast<float>(form == kFactor ? 1 / value : value))};
   }
 
-  /// The place of a literal's words; -1 where there is no room, which divisors always have: a
-  /// user's expressions have few literals, and derivatives add no divisors.
-  int take(int n, Form form) {
-    const auto [at, is_new] = places_.try_emplace({n, form}, -1);
-    const std::vector<int> bits = words_of(n, form);
-    if (is_new && words.size() + bits.size() <= kernels::kMaxExpressionWords) {
-      at->second = static_cast<int>(words.size());
-      words.insert(words.end(), bits.begin(), bits.end());
-    }
-    return at->second;
-  }
+  int take(int n, Form form) { return words_.take(form, words_of(n, form)); }
 
   std::string literal(int n, Form form = kItself) {
     const double value = node(n).content.value;
@@ -310,7 +403,7 @@ class Printer {
 
   const Graph& graph_;
   std::span<const Expressions::TensorLayout> layouts_;
-  std::map<std::pair<int, Form>, int> places_;
+  Words& words_;
   std::vector<int> uses_;  ///< of nodes in the function that is printed
 };
 
@@ -319,7 +412,8 @@ class Printer {
 DeviceExpressions::DeviceExpressions(const Problem& p) : expressions_(p.expressions) {
   if (!expressions_.given()) return;
   const CallGraph call = expressions_.graph(p.pass == Pass::kBackward);
-  Printer printer(call.graph, expressions_.layouts());
+  Words words;
+  Printer printer(call.graph, expressions_.layouts(), words);
   text_ = "#define FULGUR_EXPRESSIONS\n";
   if (call.score >= 0) text_ += printer.function("expression_score", call.score, true);
   if (call.mask >= 0) text_ += printer.function("expression_mask", call.mask, false);
@@ -329,7 +423,13 @@ DeviceExpressions::DeviceExpressions(const Problem& p) : expressions_(p.expressi
     if (has_slope_) text_ += printer.function("expression_slope", call.by_score, true);
     if (!call.scatters.empty()) text_ += printer.gradients(call.scatters);
   }
-  words_ = std::move(printer.words);
+  if (call.mask >= 0) {
+    const StagedGraph staged(call);
+    mask_hulls_ = Printer(staged.call.graph, expressions_.layouts(), words).hulls(staged);
+    mask_hulls_.text =
+        "#define FULGUR_EXPRESSIONS\n#include \"attention/hulls.cuh\"\n" + mask_hulls_.text;
+  }
+  words_ = std::move(words.words);
 }
 
 kernels::ExpressionArguments DeviceExpressions::arguments(

@@ -9,6 +9,13 @@
 
 namespace fulgur::cuda {
 
+/// What classifies the tiles of a mask (kernels/attention/tile_map.cu), as device text.
+struct MaskHullsText {
+  std::string text;
+  int row_panels = 0, key_panels = 0;  ///< what only rows and only keys decide
+  bool of_heads = false, of_kv_heads = false, of_batch = false;  ///< what else the mask depends on
+};
+
 /// The expressions of a call as device text, and the arguments that its kernels take for them. The
 /// text has the nodes of their graphs and nothing that a user wrote: literals, divisors, shapes and
 /// strides are arguments, so that others compile nothing.
@@ -24,6 +31,9 @@ class DeviceExpressions {
   /// Functions of kernel_config.h; empty where there are none.
   const std::string& text() const { return text_; }
 
+  /// Of mask_mod.
+  const MaskHullsText& mask_hulls() const { return mask_hulls_; }
+
   /// What kernels are told in a call with these tensors.
   kernels::ExpressionArguments arguments(std::span<const TensorBinding> tensors) const;
 
@@ -31,6 +41,7 @@ class DeviceExpressions {
   expression::Expressions expressions_;
   bool has_slope_ = false;
   std::string text_;
+  MaskHullsText mask_hulls_;
   std::vector<int> words_;
 };
 

@@ -7,16 +7,39 @@
 #include "cuda/common/executable.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/tile_map.h"
 
 namespace fulgur::cuda {
 
 // What the forward passes of all families have in common. `Params`: AttentionParams, or those of
 // the decode kernels, which have the same names in another order.
 
+// Which sequences of an invariant call decode kernels compute, and which the forward kernel.
+
+/// Rows of a kv head, (query, head of its group), that a block of an invariant decode call has.
+inline constexpr int64_t kFewRows = 64;
+
+/// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
+/// invariant calls on contiguous keys that both compute, which are no codes: a decode kernel, which
+/// splits its keys, where it has up to kFewRows, and the forward kernel where it has more. Which
+/// the longest one is depends on the batch.
+bool rows_decide(const Problem& problem);
+/// The most queries of a sequence that a decode kernel computes then; 0: it computes none.
+int64_t few_queries(const Problem& problem);
+/// Queries of the longest sequence, or of the longer one that it is a part of: these decide.
+int64_t deciding_queries(const Problem& problem);
+/// Whether a decode kernel computes some sequences of one call and the forward kernel others, as
+/// lengths say.
+bool takes_both(const Problem& problem);
+
+/// What a problem fixes of the text of the forward and decode kernels that share calls so.
+AnyForwardKey forward_key_by_rows(const Problem& problem);
+
 /// Adds the kernels of no family that a plan launches.
 template <class Plan>
 void add_forward_kernels(const Plan& plan, std::vector<KernelUse>& kernels) {
   if (plan.has_padding()) kernels.push_back(padding_kernel());
+  if constexpr (requires { plan.map_tiles(); }) add_map_kernels(plan, plan.map_tiles(), kernels);
   if (plan.copies()) kernels.push_back(copy_kernel());
 }
 

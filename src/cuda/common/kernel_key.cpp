@@ -83,8 +83,10 @@ bool has_cache(const Problem& p) {
 OperandTypes multiplied(const Problem& p) {
   OperandTypes types = p.dtypes;
   if (is_low_bit(types.k) && !is_low_bit(types.q)) types.q = types.k = DType::kF16;
-  // The share of some keys in the softmax is that of all their scores; a bias has buffers of K.
-  const bool fast = p.fast_codes && is_low_bit(types.q) && p.dropout_p == 0 && !p.has(Arg::kBias);
+  // The share of some keys in the softmax is that of all their scores, which a map of tiles does
+  // not compute; a bias has buffers of K.
+  const bool fast = p.fast_codes && is_low_bit(types.q) && p.dropout_p == 0 && !p.has(Arg::kBias) &&
+                    !p.expressions.masks();
   if (is_low_bit(types.v) && !fast) types.v = DType::kF16;
   return types;
 }
@@ -114,6 +116,7 @@ KernelKey kernel_key(const Problem& p) {
           .mask_mod = expressions.masks(),
           .score_mod_slope = expressions.has_slope(),
           .expressions = expressions.text(),
+          .mask_hulls = expressions.mask_hulls().text,
           .packed = p.packed,
           .seqused_q = p.has(Arg::kSeqUsedQ),
           .seqused_k = p.has(Arg::kSeqUsedK)};

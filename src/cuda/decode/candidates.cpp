@@ -8,7 +8,7 @@
 #include <string>
 #include <utility>
 
-#include "cuda/common/few_rows.h"
+#include "cuda/common/forward.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/decode/cost.h"
 #include "kernels/decode/layout.h"

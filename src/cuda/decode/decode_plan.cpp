@@ -8,7 +8,7 @@
 
 #include "call/append_then_attend.h"
 #include "cuda/common/call_kernel.h"
-#include "cuda/common/few_rows.h"
+#include "cuda/common/forward.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"

@@ -8,7 +8,7 @@
 #include "call/problem.h"
 #include "cuda/common/executable.h"
 #include "cuda/common/family.h"
-#include "cuda/common/few_rows.h"
+#include "cuda/common/forward.h"
 #include "cuda/common/tensor_shape.h"
 #include "kernels/decode/layout.h"
 

@@ -1,6 +1,6 @@
 #include "cuda/decode/family.h"
 
-#include "cuda/common/few_rows.h"
+#include "cuda/common/forward.h"
 #include "cuda/decode/candidates.h"
 
 namespace fulgur::cuda::decode {

@@ -43,6 +43,7 @@ KernelUse reduce_kernel(const BackwardPlan& plan) {
 BackwardKey key_of_tiles(const BackwardPlan& plan) {
   BackwardKey key;
   static_cast<KernelKey&>(key) = plan;
+  key.maps_tiles = false;
   key.block_rows = key.block_keys = kernels::kPortableBiasTile;
   key.dropout = plan.dropout;
   key.whole_columns = plan.whole_columns;
@@ -96,6 +97,7 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
   BackwardParams p = arguments(args, run, workspace);
   for (size_t i = 0; i < inputs_.size(); ++i)
     (p.*kInputs[i]).data = inputs_[i].data(args, workspace);
+  launch_map(stream, workspace, p);
   row_kernels_.launch_first(stream, p);
   if (plan_.ctas() > 0) {
     cuda::launch(stream, keys_, &p, {static_cast<int>(plan_.ctas())}, plan_.threads(),

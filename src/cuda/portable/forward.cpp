@@ -34,6 +34,8 @@ ForwardExecutable::ForwardExecutable(const Problem& problem, Gpu& gpu, const For
   add_operands(
       params_, forward_shapes(problem, plan.block_keys),
       {{{plan.copies_q, copies[0]}, {plan.copies_k, copies[1]}, {plan.copies_v, copies[2]}}});
+  map_ = TileMap(problem, plan_, plan_.map_tiles(), gpu);
+  map_at_ = workspace_of(problem, plan).map;
   if (plan_.work.q_tiles > 0) kernel_ = gpu.kernel(main_kernel(plan_)).function;
 }
 
@@ -41,6 +43,7 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
   PortableForwardParams params = params_;
   set_run(params, args, run, workspace);
   const auto stream = static_cast<CUstream>(run.stream);
+  params.expression.map = map_.launch(stream, workspace + map_at_, params);
   if (kernel_ != nullptr) {
     cuda::launch(stream, kernel_, &params, {plan_.work.q_tiles}, plan_.threads(),
                  plan_.shared_bytes, "launching the forward kernel");

@@ -22,6 +22,8 @@ class ForwardExecutable final : public ForwardPassExecutable {
   void launch(const ForwardArgs& args, const Run& run, char* workspace) const override;
 
   ForwardPlan plan_;
+  TileMap map_;
+  int64_t map_at_ = 0;  ///< where in the workspace
   CUfunction kernel_ = nullptr;
   PortableForwardParams params_{};  ///< what every run has in common
 };

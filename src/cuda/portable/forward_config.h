@@ -5,6 +5,7 @@
 
 #include "cuda/common/family.h"
 #include "cuda/common/kernel_key.h"
+#include "cuda/common/tile_map.h"
 #include "kernels/host_device/work_tiles.h"
 #include "kernels/portable/forward/layout.h"
 
@@ -41,6 +42,7 @@ struct ForwardKey : AnyForwardKey {
 
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
+  MapTiles map_tiles() const { return {.block_strips = strips, .block_keys = block_keys}; }
 };
 
 /// Every decision about a forward pass by portable/forward/forward.cu.

@@ -50,6 +50,7 @@ constexpr int kMaxSectionBlocks = 4;  // of the last section, for each SM
 ForwardPlan common(const Problem& p) {
   ForwardPlan plan;
   static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
+  plan.maps_tiles = plan.mask_mod;
   plan.dropout = p.dropout_p > 0;
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.work.heads = static_cast<int>(p.batch * p.hq);
@@ -100,6 +101,7 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
   at.copies = {arena.take(copied_bytes(shapes.q, plan.copies_q)),
                arena.take(copied_bytes(shapes.k, plan.copies_k)),
                arena.take(copied_bytes(shapes.v, plan.copies_v))};
+  at.map = arena.take(TileMap::bytes(p, plan, plan.map_tiles()));
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
@@ -194,6 +196,7 @@ Explanation describe(const ForwardPlan& plan) {
       kernels::blocks_of(work), plan.has_left || plan.has_right ? ", longest first" : "",
       work.section_heads, work.heads - work.bulk_heads));
   describe_copies({{"q", plan.copies_q}, {"k", plan.copies_k}, {"v", plan.copies_v}}, e);
+  describe_map(plan, e);
   if (plan.page > 0) {
     say(fmt::format("keys lie in pages of {}, which {} names", plan.page,
                     plan.page_lists ? "page_indptr" : "page_table"));

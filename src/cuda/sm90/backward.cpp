@@ -57,6 +57,7 @@ BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
   if (!plan.dbias) return {};
   BackwardKey key;
   static_cast<KernelKey&>(key) = plan;
+  key.maps_tiles = false;
   key.consumers = kBiasGradientRows / 64;
   key.block_rows = kBiasGradientRows;
   key.block_keys = kBiasGradientKeys;
@@ -135,6 +136,7 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
   // The first kernel sets semaphores by the order of key blocks. It starts after everything that is
   // on the stream, so that all kernels see the inputs; each other one starts early.
   if (!plan_.waves.empty()) p.key_blocks = plan_.waves.front().key_blocks;
+  launch_map(stream, workspace, p);
   row_kernels_.launch_first(stream, p);
   for (const BackwardWave& wave : plan_.waves) {
     p.wave = wave.wave;

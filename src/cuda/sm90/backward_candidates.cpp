@@ -26,17 +26,17 @@ constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
                            {DqMethod::kAtomic, 1}};
 
 /// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
-/// derivative of softcap, and P without dropped entries.
+/// derivatives of scores, and P without dropped entries.
 bool needs_wide(const BackwardPlan& plan) {
-  if (plan.softcap && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
+  if (plan.has_score_slope() && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
   const bool large_bias = plan.bias == 1 + kernels::kF32;  // its tiles leave no shared memory
-  const bool fewer = plan.softcap || plan.dropout || large_bias;
+  const bool fewer = plan.has_score_slope() || plan.dropout || large_bias;
   return plan.head_dim > (fewer ? 128 : 192) || plan.value_dim > 128;
 }
 
 /// The largest d and dv for which a warpgroup holds dK and dV if another one computes dQ.
 int max_accumulated_dim(const BackwardPlan& plan) {
-  return plan.softcap ? 64 : plan.dropout ? 96 : 128;
+  return plan.has_score_slope() ? 64 : plan.dropout ? 96 : 128;
 }
 
 /// Whether each SM has at most one key block of so many keys.
@@ -58,8 +58,9 @@ bool is_short(const Problem& p, int sms) {
 /// few.
 bool rounds_dq(const Problem& p, const BackwardPlan& plan, int sms) {
   constexpr int64_t kMaxRows = 1024;
-  if (plan.dq_method != DqMethod::kAtomic || p.sq > kMaxRows || p.group() > 1 || p.packed ||
-      p.has(Arg::kSeqUsedQ) || p.has(Arg::kSeqUsedK) || !one_round(p, plan.block_keys, sms)) {
+  if (plan.dq_method != DqMethod::kAtomic || plan.maps_tiles || p.sq > kMaxRows || p.group() > 1 ||
+      p.packed || p.has(Arg::kSeqUsedQ) || p.has(Arg::kSeqUsedK) ||
+      !one_round(p, plan.block_keys, sms)) {
     return false;
   }
   const BackwardWork work(p, plan);
@@ -77,7 +78,7 @@ int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
   constexpr int64_t kFewRows = 256;
   const bool few =
       plan.dq_method == DqMethod::kAtomic && p.sq <= kFewRows && one_round(p, plan.block_keys, sms);
-  const bool more = plan.softcap || plan.dropout || plan.bias != 0;
+  const bool more = plan.has_score_slope() || plan.dropout || plan.bias != 0;
   return has_one_panel(plan) && !more && !few ? 128 : 64;
 }
 
@@ -135,9 +136,9 @@ bool derive_row_stages(BackwardPlan& plan, int shared_bytes) {
 std::string not_accumulated(const BackwardPlan& plan, const Problem& p) {
   if (const int max = max_accumulated_dim(plan); std::max(p.d, p.dv) > max) {
     return fmt::format("dQ accumulated: computes d and dv up to {}{}, got {} and {}", max,
-                       plan.softcap   ? " with softcap"
-                       : plan.dropout ? " with dropout"
-                                      : "",
+                       plan.has_score_slope() ? " with derivatives of scores"
+                       : plan.dropout         ? " with dropout"
+                                              : "",
                        p.d, p.dv);
   }
   if (p.invariant) {
@@ -161,6 +162,8 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     BackwardPlan& plan = tile.plan;
     set_problem(p, plan, plan);
     plan.dq_method = dq_method;
+    // Key blocks that take turns at dQ take all of their turns.
+    plan.maps_tiles = plan.mask_mod && dq_method == DqMethod::kAtomic;
     if (dq_method == DqMethod::kOrdered) plan.dq_parts = kernels::dq_panels_of(plan.head_dim);
     plan.consumers = consumers;
     plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "cuda/common/expression.h"
-#include "cuda/common/few_rows.h"
+#include "cuda/common/forward.h"
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/family.h"
 #include "cuda/sm90/backward_candidates.h"
@@ -19,11 +19,11 @@ namespace {
 /// Whether one kernel computes all sequences of a forward pass.
 bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
 
-/// Derivatives of scores are f16 here, which is enough for those of softcap alone, and the tensors
-/// of expressions get no gradients.
+/// The tensors of expressions get no gradients here, and derivatives of scores have 16 bits: those
+/// that a user writes want the range of bf16, and digits that are enough for its P.
 bool is_backward(const Problem& p) {
   return p.pass == Pass::kBackward && !p.expressions.wants_gradients() &&
-         !DeviceExpressions(p).has_slope();
+         (p.dtypes.out == DType::kBF16 || !DeviceExpressions(p).has_slope());
 }
 
 Explanation described(Explanation many, const Explanation& few) {

@@ -63,6 +63,7 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
     add_input("bias", &ForwardArgs::bias, shapes.bias, {plan.copies_bias, copies[3]});
   if (plan_.work.q_tiles == 0) return;
   kernel_ = gpu.kernel(main_kernel(plan_)).function;
+  map_ = TileMap(p, plan_, plan_.map_tiles(), gpu);
   if (!plan_.centers_v()) return;
   values_kernel_ = gpu.kernel(values_kernel(plan_)).function;
   params_.values = centered_values(p, plan_);
@@ -101,7 +102,8 @@ ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& r
 
 void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
-  const ForwardParams params = arguments(args, run, workspace);
+  ForwardParams params = arguments(args, run, workspace);
+  params.expression.map = map_.launch(stream, workspace + at_.map, params);
   if (values_grid_ > 0) {
     cuda::launch(stream, values_kernel_, &params, {values_grid_}, kernels::kValuesThreads,
                  values_shared_bytes_, "launching the kernel that centres V");

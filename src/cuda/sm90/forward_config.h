@@ -5,6 +5,7 @@
 
 #include "cuda/common/family.h"
 #include "cuda/common/kernel_key.h"
+#include "cuda/common/tile_map.h"
 #include "kernels/host_device/work_tiles.h"
 
 namespace fulgur::cuda::sm90 {
@@ -42,6 +43,9 @@ struct ForwardKey : AnyForwardKey {
 
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
+  MapTiles map_tiles() const {
+    return {.block_strips = consumers, .block_keys = block_keys, .early_starts = true};
+  }
 };
 
 /// How it is launched.

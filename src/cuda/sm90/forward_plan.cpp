@@ -6,7 +6,7 @@
 #include <limits>
 #include <numeric>
 
-#include "cuda/common/few_rows.h"
+#include "cuda/common/forward.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
@@ -28,7 +28,7 @@ using kernels::Work;
 kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
   return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
                                   plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages,
-                                  plan.bias, plan.bias_rows, plan.pairs});
+                                  plan.bias, plan.bias_rows, plan.pairs, plan.maps_tiles});
 }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
@@ -109,8 +109,9 @@ ForwardPlan common(const Problem& p) {
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
   plan.widens_v = plan.dtypes.v != p.dtypes.v;
-  // With a bias K has buffers for longer than V.
-  plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0;
+  plan.maps_tiles = plan.mask_mod;
+  // With a bias K has buffers for longer than V; a map does not say which tile is before one.
+  plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0 && !plan.maps_tiles;
   plan.copies_v = plan.centers_v() ? ""
                   : plan.widens_v  ? "its e4m3 is multiplied as f16"
                                    : not_addressable(maps.v);
@@ -285,6 +286,7 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
     const int left = v.stretches > 1 ? v.stretches : 0;
     at.sums = arena.take(rows * left * int64_t{sizeof(RowSum)});
   }
+  at.map = arena.take(TileMap::bytes(p, plan, plan.map_tiles()));
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
@@ -424,6 +426,7 @@ Explanation describe(const ForwardPlan& plan) {
                    {"v", plan.copies_v},
                    {"bias", plan.copies_bias}},
                   e);
+  describe_map(plan, e);
   if (plan.centers_v()) {
     e.details.add("centers_v", true);
     say("P V is multiplied in e4m3: V is centred and laid out for it first");

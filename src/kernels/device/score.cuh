@@ -149,12 +149,12 @@ __device__ __forceinline__ float biased_score(const CallParams& p, float s, floa
 }
 
 // What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
-// which exponents take. 1: a score in units of log2.
-template <class Params>
+// which exponents take. 1: a score in units of log2. `masks`: mask_mod hides; otherwise the caller does, where it may.
+template <bool masks = true, class Params>
 __device__ __forceinline__ float score(const Params& p, const ScoreContext& at, float s, float bias) {
   if (kScoreMode != 0) s = modified_score(p, at, capped_score(p, at, s));
   if (kBias) s = biased_score(p, s, bias);
-  return mask_mod_hides(p, at) ? -infinity() : s;
+  return masks && mask_mod_hides(p, at) ? -infinity() : s;
 }
 
 // Whether score_mod hides the key of an entry: its score becomes -inf.
@@ -185,16 +185,16 @@ __device__ __forceinline__ float score_slope(const Params& p, const ScoreContext
 __device__ __forceinline__ float score_factor(const CallParams& p) { return kScoreMode == 0 ? p.scale_log2 : 1.f; }
 
 // The score of a product in units of log2, and `shift`: the exponent of an entry of P.
-template <class Params>
+template <bool masks = true, class Params>
 __device__ __forceinline__ float exponent(const Params& p, const ScoreContext& at, float s, float bias, float shift) {
-  s = score(p, at, s, bias);
+  s = score<masks>(p, at, s, bias);
   return kScoreMode == 0 ? __fmaf_rn(s, p.scale_log2, shift) : __fadd_rn(s, shift);
 }
 
 // The same where the shift is -LSE, and so the exponent at most `limit`: with large scores LSE is rounded by more.
-template <class Params>
+template <bool masks = true, class Params>
 __device__ __forceinline__ float exponent_up_to(const Params& p, const ScoreContext& at, float s, float bias,
                                                 float shift, float limit) {
-  const float x = exponent(p, at, s, bias, shift);
+  const float x = exponent<masks>(p, at, s, bias, shift);
   return kBias || kScoreMod ? min_or_nan(x, limit) : x;
 }

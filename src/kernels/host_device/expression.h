@@ -25,12 +25,22 @@ struct ExpressionTensor {
   ExpressionSums sums;                   // where a gradient is wanted
 };
 
+// A map of tiles (host_device/tile_map.h): of 32 tiles a word, in the low half a bit for each that is seen, in the high
+// half one for each partial one.
+struct SeenWords {
+  const u64* words;       // [batches][heads][blocks][tiles / 32]
+  long long batch, head;  // words from a sequence and a q head to the next; 0 where all have the same
+  int heads_of_map;       // q heads that share one
+  int block;              // words of a block
+};
+
 struct ExpressionArguments {
 #if !defined(__CUDACC__) || defined(FULGUR_EXPRESSIONS)
   ExpressionTensor tensors[kMaxExpressionTensors];
   int words[kMaxExpressionWords];  // bits of literals
   int log_scores;                  // of the scores that may enter a sum: 2^log_scores at most
   bool finds_largest;              // addends are only looked at
+  SeenWords map;                   // kMapsTiles
 #endif
 };
 

@@ -97,6 +97,9 @@ TEST_F(DocumentedDetails, AreAll) {
 
   add_forward({.mask = chunked(400, window(300, 5)), .softcap = 9, .dropout = 0.5});
   add_forward({.mask = top_left(causal())});
+  ForwardCall masked = forward_call({});
+  masked.options.mask_mod = parse_expression("q >= k");
+  add(masked.args, masked.options);
   add_forward({.dtype = DType::kE4M3, .fast_codes = true});
   add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
   add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});

@@ -7,6 +7,7 @@
 #include "kernels/backward/params.h"
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/padding_params.h"
+#include "kernels/host_device/tile_map.h"
 #include "on_fake_gpu.h"
 #include "rejected.h"
 
@@ -342,6 +343,41 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   call.options.dropout_p =
       0.5;  // the share of a stretch in the softmax is not that of what it keeps
   EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
+}
+
+// What rows and keys alone decide, then the map, then the kernel that walks over it.
+TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
+  ForwardCall call = forward_call({.sq = 1000, .sk = 3000, .hq = 8, .hk = 2});
+  const auto run = [&](const char* mask) {
+    call.options.mask_mod = parse_expression(mask);
+    state_->launches.clear();
+    fulgur::plan(call.args, call.options).run(placed(call.args, kBase), call.run);
+    ASSERT_EQ(state_->launches.size(), 3u);
+    EXPECT_STREQ(state_->launches[0].kernel, "fulgur_panel_hulls");
+    EXPECT_STREQ(state_->launches[1].kernel, "fulgur_tile_map");
+    EXPECT_STREQ(state_->launches[2].kernel, "fulgur_forward");
+  };
+  run("q // 100 == k // 100");
+  const auto map = params<TileMapParams>(1);
+  const kernels::SeenWords walked = params<ForwardParams>(2).expression.map;
+  EXPECT_EQ(walked.words, map.words);
+  EXPECT_EQ(map.shape.batches, 1);
+  EXPECT_EQ(map.shape.heads, 1);
+  EXPECT_EQ(map.shape.heads_of_map, 8);
+  EXPECT_EQ(walked.batch, 0);
+  EXPECT_EQ(walked.head, 0);
+  EXPECT_EQ(walked.block, (map.shape.key_tiles + 31) / 32);
+  run("q + b >= k - h");  // maps of sequences and heads
+  const auto all = params<TileMapParams>(1);
+  const kernels::SeenWords of_all = params<ForwardParams>(2).expression.map;
+  EXPECT_EQ(all.shape.batches, 2);
+  EXPECT_EQ(all.shape.heads, 8);
+  EXPECT_EQ(all.shape.heads_of_map, 1);
+  EXPECT_EQ(of_all.head, int64_t{of_all.block} * all.shape.row_blocks);
+  EXPECT_EQ(of_all.batch, 8 * of_all.head);
+  run("q + hk >= k");
+  EXPECT_EQ(params<TileMapParams>(1).shape.heads, 2);
+  EXPECT_EQ(params<TileMapParams>(1).shape.heads_of_map, 4);
 }
 
 TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {

@@ -16,6 +16,7 @@
 #include "kernels/common/upload_metadata_params.h"
 #include "kernels/decode/params.h"
 #include "kernels/host_device/prefix_split.h"
+#include "kernels/host_device/tile_map.h"
 #include "kernels/portable/forward/params.h"
 #include "kernels/sm90/forward/params.h"
 
@@ -53,7 +54,9 @@ constexpr Kernel kKernels[] = {
     {"fulgur_backward_round", sizeof(BackwardParams)},
     {"fulgur_backward_sinks", sizeof(BackwardParams)},
     {"fulgur_backward_reduce", sizeof(BackwardParams)},
-    {"fulgur_backward_repair", sizeof(BackwardParams)}};
+    {"fulgur_backward_repair", sizeof(BackwardParams)},
+    {"fulgur_panel_hulls", sizeof(TileMapParams)},
+    {"fulgur_tile_map", sizeof(TileMapParams)}};
 
 std::mutex launching;
 

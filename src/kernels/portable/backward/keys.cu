@@ -36,8 +36,7 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
                                                 float (&X)[kKeyTiles][kHalfRows / 2], Weights& P, Weights& dS) {
   const Lengths& n = keys.n;
   const int row = step.row() + part.half * kHalfRows;
-  const KeyRange seen = keys_seen_by_all(band_of(p), n, step.row(), min(step.row() + kBlockRows, n.sq) - 1);
-  const bool masked = is_partial(seen, keys.first(), keys.first() + kBlockKeys);
+  const bool masked = step.is_masked(p, keys);
   const ScoreHead of_head = score_head(p, n, keys.batch, step.head());
   const int query = row + int(thread_column());
   statistics += 4 * (part.half * kHalfRows + thread_column());
@@ -60,13 +59,18 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
         float& x = S[t][4 * j + i];
         const ScoreContext entry = at.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
         if (kHasScoreSlope) slopes[4 * j + i] = score_slope(p, entry, x);
-        x = exp2_fast(exponent_up_to(p, entry, x, bias_of(p, entry), shift[i & 1], p.p_log2));
+        x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias_of(p, entry), shift[i & 1], p.p_log2));
       }
     }
     VisibleRows visible;
     if (masked) {
       visible = visible_rows<kHalfRows>(p, n, key, row);
       hide_rows(S[t], visible);
+      if constexpr (kMapsTiles) {
+#pragma unroll
+        for (int i = 0; i < kHalfRows / 2; ++i)
+          if (mask_mod_hides(p, at.moved(i / 4 * 8 + (i & 1), i & 2 ? 8 : 0))) S[t][i] = 0;
+      }
     }
 #pragma unroll
     for (int i = 0; i < kHalfRows / 4; ++i) {

@@ -2,6 +2,7 @@
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "attention/mask.cuh"
+#include "attention/seen_tiles.cuh"
 #include "backward/layout.cuh"
 #include "portable/backward/layout.h"
 #include "portable/common/copy_rows.cuh"
@@ -43,9 +44,9 @@ struct Keys {
 // The steps of a key block: for each row tile that sees some of its keys, all q heads of the split. With a right bound
 // row tiles are taken from the last one on, as all key blocks of a head see that one: so CTAs that run at the same time
 // touch the same rows, and, with kOrderedDq, each follows the one before it.
-class Steps {
+class AllSteps {
  public:
-  __device__ __forceinline__ Steps(const BackwardParams& p, const Keys& keys)
+  __device__ __forceinline__ AllSteps(const BackwardParams& p, const Keys& keys)
       : tiles_(row_tiles(band_of(p), keys.n, kBlockRows, keys.first(), kBlockKeys)), head_(keys.head * p.group),
         group_(kSplits ? p.split_heads : p.group), left_((tiles_.end - tiles_.begin) * group_), g_(0) {
     if (kSplits) head_ += keys.split * group_;
@@ -58,17 +59,62 @@ class Steps {
     g_ = 0;
     tile_ += kHasRight ? -1 : 1;
   }
-  __device__ __forceinline__ int row() const { return tile_ * kBlockRows; }
   __device__ __forceinline__ int tile() const { return tile_; }
   __device__ __forceinline__ int head() const { return head_ + g_; }  // of q
-  // The index of the statistics of the first row.
-  __device__ __forceinline__ long long statistics(const BackwardParams& p, const Keys& keys) const {
-    return head() * (long long)(p.statistics_rows) + statistics_row(keys.n, kPacked, keys.batch, p.sq) + row();
+  // Whether some row does not see some key of a block.
+  __device__ __forceinline__ bool is_masked(const BackwardParams& p, const Keys& keys) const {
+    const int row = tile_ * kBlockRows;
+    const KeyRange seen = keys_seen_by_all(band_of(p), keys.n, row, min(row + kBlockRows, keys.n.sq) - 1);
+    return is_partial(seen, keys.first(), keys.first() + kBlockKeys);
   }
 
  private:
   RowTiles tiles_;
   int head_, group_, left_, g_, tile_;
+};
+
+// Those that the map shows.
+template <class Params>
+class StepsOfMap : public SeenSteps<Params> {
+  using Seen = SeenSteps<Params>;
+
+ public:
+  __device__ __forceinline__ StepsOfMap(const Params& p, const Keys& keys)
+      : StepsOfMap(p, keys, row_tiles(band_of(p), keys.n, kBlockRows, keys.first(), kBlockKeys)) {}
+  __device__ __forceinline__ void advance() { Seen::next(); }
+  __device__ __forceinline__ int head() const { return first_ + Seen::g; }
+  __device__ __forceinline__ bool is_masked(const Params&, const Keys&) const { return Seen::is_partial(); }
+
+ private:
+  // Of the q heads of the split.
+  static __device__ __forceinline__ int heads(const Params& p) { return kSplits ? p.split_heads : p.group; }
+  static __device__ __forceinline__ int first_head(const Params& p, const Keys& keys) {
+    return keys.head * p.group + (kSplits ? keys.split * heads(p) : 0);
+  }
+  __device__ __forceinline__ StepsOfMap(const Params& p, const Keys& keys, const RowTiles& tiles)
+      : Seen(p, keys.batch, first_head(p, keys), heads(p), keys.block, tiles.begin, tiles.end, kHasRight),
+        first_(first_head(p, keys)) {}
+  int first_;
+};
+
+template <bool maps, class Params>
+struct StepsIf {
+  using Type = AllSteps;
+};
+template <class Params>
+struct StepsIf<true, Params> {
+  using Type = StepsOfMap<Params>;
+};
+
+class Steps : public StepsIf<kMapsTiles != 0, BackwardParams>::Type {
+ public:
+  using Base = StepsIf<kMapsTiles != 0, BackwardParams>::Type;
+  using Base::Base;
+  __device__ __forceinline__ int row() const { return Base::tile() * kBlockRows; }
+  // The index of the statistics of the first row.
+  __device__ __forceinline__ long long statistics(const BackwardParams& p, const Keys& keys) const {
+    return Base::head() * (long long)(p.statistics_rows) + statistics_row(keys.n, kPacked, keys.batch, p.sq) + row();
+  }
 };
 
 // Starts copies of rows [row, row + rows) of a head, of which `count` exist: the others become zeros, as they would

@@ -6,6 +6,7 @@
 // through shared memory, for all warps. docs/kernels/portable.md derives the tiles.
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
+#include "attention/seen_tiles.cuh"
 #include "attention/softmax.cuh"
 #include "portable/forward/products.cuh"
 
@@ -21,19 +22,39 @@ __device__ __forceinline__ Strip strip_at(const PortableForwardParams& p, const 
           full_tiles_of_strip(p, n, row)};
 }
 
+// The walk over the key tiles of a q tile from right to left: all of them, or those that the map shows.
+template <bool maps>
+struct TileWalk : KeyWalk {
+  __device__ __forceinline__ TileWalk(const PortableForwardParams&, const QTile&, const KeyTiles& tiles)
+      : KeyWalk(walk_of_tiles(tiles)) {}
+  __device__ __forceinline__ bool is_masked(const KeyTiles& full) const { return tile < full.begin || tile >= full.end; }
+};
+template <>
+struct TileWalk<true> : SeenTiles {
+  template <class Params>
+  __device__ __forceinline__ TileWalk(const Params& p, const QTile& of, const KeyTiles& tiles)
+      : SeenTiles(words_of_block(p.expression, of.batch, of.head, of.block), tiles.begin, tiles.end, /*down=*/true) {}
+  __device__ __forceinline__ bool is_masked(const KeyTiles&) const { return is_partial(); }
+};
+
 // Scores of the products of a strip with a key tile: softcap, ALiBi, bias, and -inf where the mask hides a key.
 __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, float (&S)[kBlockKeys / 2],
                                               const ScoreHead& head, const Strip& strip, const Lengths& n, int batch,
-                                              int tile) {
+                                              int tile, bool masked) {
   const int key = tile * kBlockKeys + int(thread_column());
   const int row = strip.row + int(warp_row() + thread_row());
   const ScoreContext at = score_context(head, row, diagonal_of(band_of(p), n, row), key);
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
     const ScoreContext entry = at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1));
-    S[i] = score(p, entry, S[i], bias_of(p, entry));
+    S[i] = score<!kMapsTiles>(p, entry, S[i], bias_of(p, entry));
   }
-  if (tile >= strip.full.begin && tile < strip.full.end) return;
+  if (!masked) return;
+  if constexpr (kMapsTiles) {
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / 2; ++i)
+      if (mask_mod_hides(p, at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1)))) S[i] = -infinity();
+  }
   VisibleKeys visible = visible_keys_of_strip(p, n.sk, diagonal_of(band_of(p), n, strip.row));
   if (kTree) {
     visible.tokens = n.sk - n.sq;
@@ -73,7 +94,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
 
   if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
   start_q(p, smem, q_tile, n, strip_row);
-  KeyValueTiles kv(p, smem, q_tile, n, tiles);
+  TileWalk<kMapsTiles != 0> walk(p, q_tile, tiles);
+  KeyValueTiles kv(p, smem, q_tile, n, walk);
   const int first_of_warp = kStrips == kWarpStrips ? 0 : uniform(threadIdx.x / 128) * kWarpStrips;
   Queries q(smem, first_of_warp);
   if (kQInRegisters) {
@@ -96,18 +118,23 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
   }
 
 #pragma unroll 1
-  for (int tile = tiles.end - 1; tile >= tiles.begin; --tile) {
+  while (walk.more()) {
+    const int tile = walk.tile;
+    bool masked[kWarpStrips];
+#pragma unroll
+    for (int s = 0; s < kWarpStrips; ++s) masked[s] = walk.is_masked(strips[s].full);
+    walk.next();
     // With one strip a warp may see nothing of a tile that others see.
     const bool sees = kWarpStrips > 1 || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);
     float S[kWarpStrips][kBlockKeys / 2];
     u32 P[kWarpStrips][kBlockKeys / 4];
-    const u32 k = kv.keys(tile);
+    const u32 k = kv.keys(tile, walk);
     if (sees) multiply_scores(S, q, k);
-    const u32 v = kv.values(tile, k);
+    const u32 v = kv.values(k, walk);
     if (sees) {
 #pragma unroll
       for (int s = 0; s < kWarpStrips; ++s) {
-        adjust_scores(p, S[s], head, strips[s], n, q_tile.batch, tile);
+        adjust_scores(p, S[s], head, strips[s], n, q_tile.batch, tile, masked[s]);
         softmax_step<false>(S[s], P[s], O[s], rows[s], c);
         if (kDropout)
           kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, q_tile.batch, q_tile.head),

@@ -35,19 +35,20 @@ __device__ __forceinline__ void start_q(const PortableForwardParams& p, u32 smem
 // and the next K during the rest, which takes two.
 class KeyValueTiles {
  public:
+  template <class Walk>
   __device__ __forceinline__ KeyValueTiles(const PortableForwardParams& p, u32 smem, const QTile& q_tile,
-                                           const Lengths& n, const KeyTiles& tiles)
-      : p_(p), buffers_(smem + kLayout.stages), batch_(q_tile.batch), head_(q_tile.head / p.group), n_(n),
-        last_(tiles.begin) {
-    if (tiles.end > tiles.begin) {
-      start_k(tiles.end - 1, buffers_);
-      if (kStages > 1) start_v(tiles.end - 1, buffers_);
+                                           const Lengths& n, const Walk& first)
+      : p_(p), buffers_(smem + kLayout.stages), batch_(q_tile.batch), head_(q_tile.head / p.group), n_(n) {
+    if (first.more()) {
+      start_k(first.tile, buffers_);
+      if (kStages > 1) start_v(first.tile, buffers_);
     }
     async_copy_commit();
   }
 
-  // K of a tile, once it is there for all warps, which are done with the tile before.
-  __device__ __forceinline__ u32 keys(int tile) {
+  // K of a tile, once it is there for all warps, which are done with the tile before. `next`: the walk after it.
+  template <class Walk>
+  __device__ __forceinline__ u32 keys(int tile, const Walk& next) {
     async_copy_wait<0>();
     __syncthreads();
     if (kStages == 1) {
@@ -57,22 +58,23 @@ class KeyValueTiles {
     }
     const u32 here = buffers_ + stage_ * kLayout.stage_bytes;
     stage_ ^= 1;
-    if (tile > last_) {
-      const u32 next = buffers_ + stage_ * kLayout.stage_bytes;
-      start_k(tile - 1, next);
-      start_v(tile - 1, next);
+    if (next.more()) {
+      const u32 to = buffers_ + stage_ * kLayout.stage_bytes;
+      start_k(next.tile, to);
+      start_v(next.tile, to);
       async_copy_commit();
     }
     return here;
   }
 
   // V of the same tile, whose K lies at `k`; all warps are done with that.
-  __device__ __forceinline__ u32 values(int tile, u32 k) {
+  template <class Walk>
+  __device__ __forceinline__ u32 values(u32 k, const Walk& next) {
     if (kStages == 1) {
       async_copy_wait<0>();
       __syncthreads();
-      if (tile > last_) {
-        start_k(tile - 1, buffers_);
+      if (next.more()) {
+        start_k(next.tile, buffers_);
         async_copy_commit();
       }
     }
@@ -114,6 +116,5 @@ class KeyValueTiles {
   u32 buffers_;
   int batch_, head_;
   const Lengths& n_;
-  int last_;  // the leftmost tile
   u32 stage_ = 0;
 };

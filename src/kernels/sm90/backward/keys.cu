@@ -52,7 +52,9 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// The derivative of each score of a step, in f16; unused where all are 1.
+// The derivative of each score of a step; unused where all are 1. That of softcap is at most 1; what a user writes may
+// be anything, and is rounded as P is.
+using ElementSlope = ElementType<kScoreModSlope ? ElementP::kType : kF16>;
 struct ScoreSlopes {
   u32 packed[kHasScoreSlope ? kBlockRows / 4 : 1];
 };
@@ -65,8 +67,8 @@ __device__ __forceinline__ void score_gradients(float (&X)[kBlockRows / 2], cons
     X[2 * i] *= ElementP::low(P[i]);
     X[2 * i + 1] *= ElementP::high(P[i]);
     if (kHasScoreSlope) {
-      X[2 * i] *= Half::low(slopes.packed[i]);
-      X[2 * i + 1] *= Half::high(slopes.packed[i]);
+      X[2 * i] *= ElementSlope::low(slopes.packed[i]);
+      X[2 * i + 1] *= ElementSlope::high(slopes.packed[i]);
     }
   }
 }
@@ -223,9 +225,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           float slope[4];
           if constexpr (kBias != 0)
             load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
-          probabilities(p, X, j, exponents, bias + j % 2 * 4, slope);
-          if (kHasScoreSlope) slopes.packed[2 * j] = Half::pack(slope[0], slope[1]);
-          if (kHasScoreSlope) slopes.packed[2 * j + 1] = Half::pack(slope[2], slope[3]);
+          probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state & kMasked);
+          if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
+          if (kHasScoreSlope) slopes.packed[2 * j + 1] = ElementSlope::pack(slope[2], slope[3]);
         }
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
       };

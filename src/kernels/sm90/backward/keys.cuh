@@ -6,6 +6,7 @@
 #include "attention/dropout.cuh"
 #include "attention/fragment_store.cuh"
 #include "attention/mask.cuh"
+#include "attention/seen_tiles.cuh"
 #include "device/score.cuh"
 #include "sm90/backward/key_partials.cuh"
 #include "sm90/backward/load.cuh"
@@ -70,6 +71,41 @@ __device__ __forceinline__ bool counts_after(int i, int end) {
   return kRoundsDq && (kHidesKeys || (i < end - 1 && i >= end - 1 - kSteps));
 }
 
+// The steps of a key block that the map shows; without one those that there are.
+template <bool maps, class Params>
+struct OwnSteps {
+  __device__ __forceinline__ OwnSteps(const Params&, const KeyBlock&, int, int, bool) {}
+  __device__ __forceinline__ bool more() const { return true; }
+};
+template <class Params>
+struct OwnSteps<true, Params> : SeenSteps<Params> {
+  __device__ __forceinline__ OwnSteps(const Params& p, const KeyBlock& block, int begin, int end, bool down)
+      : SeenSteps<Params>(p, block.batch, query_head(p, block), p.split_heads, block.block, begin, end, down) {}
+};
+
+// Loads them, as produce() does without a map.
+template <class Loader, class Steps>
+__device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader& load, const KeyBlock& block,
+                                                const Lengths& n, Steps& seen) {
+  const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
+  bool first = true;
+#pragma unroll 1
+  while (seen.more()) {
+    const int row = seen.tile() * kBlockRows, g = seen.g;
+    const int head = query_head(p, block) + g;
+    const int masked = seen.is_partial() ? kMasked : 0;
+    const int last = seen.next() ? 0 : kLastStep;
+    const long long statistics = head * (long long)(p.statistics_rows) + row_0 + row;
+    const Step step = {int(statistics / kBlockRows), row, head, masked | last | (kDropout ? kHeadOfSplit * g : 0)};
+    const Source source = {n.q_start, n.sq, head, kPacked ? 0 : block.batch};
+    load.load_queries(block, step, source, statistics, first);
+    if constexpr (kKStages > 1)
+      if (first) load.load_values(block, n);
+    load.load_gradients(step, source, statistics);
+    first = false;
+  }
+}
+
 // The loop of the producer warp. Loader adds the loads of K and V to a StepLoader.
 template <class Loader>
 __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
@@ -96,47 +132,53 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const RowTiles own = own_tiles(p, block, work_tile);
     const int begin = max(all.begin, own.begin);
     const int end = min(all.end, own.end);
-    const bool has_steps = begin < end;
+    OwnSteps<kMapsTiles != 0, BackwardParams> seen(p, block, begin, end, is_descending(p, block, work_tile));
+    const bool has_steps = begin < end && seen.more();
     const bool reduces = p.splits > 1;
     const bool loads_partial = (!kAccumulatesDq || (kCuts && !reduces)) && all.begin < min(all.end, own.begin);
     const bool stores_partial = reduces || all.end > max(all.begin, own.end);
     block.state |= (has_steps ? kHasSteps : 0) | (loads_partial ? kLoadsPartial : 0) |
                    (stores_partial ? kStoresPartial : 0);
     // A wave computes the keys that some of its rows see; the wave with the first rows also stores zeros for keys that
-    // no row sees. Every split stores partial dK and dV, even if they are 0.
-    if (has_steps || (kAccumulatesDq && reduces) || (all.begin >= all.end && own.begin == 0)) {
+    // no row sees. Every split stores partial dK and dV, even if they are 0. With a map, which only these know, there is
+    // one wave.
+    if (kMapsTiles || has_steps || (kAccumulatesDq && reduces) || (all.begin >= all.end && own.begin == 0)) {
       load.load_keys(block, n);
-      const int key = block.block * kBlockKeys;
-      const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
-      const bool descending = is_descending(p, block, work_tile);
-      const int rotation = first_tile_of(block, end - begin);
+      if constexpr (kMapsTiles != 0) {
+        load_seen_steps(p, load, block, n, seen);
+      } else {
+        const int key = block.block * kBlockKeys;
+        const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
+        const bool descending = is_descending(p, block, work_tile);
+        const int rotation = first_tile_of(block, end - begin);
 #pragma unroll 1
-      for (int i = begin; i < end; ++i) {
-        const int next = i + rotation;
-        const int tile = descending ? begin + end - 1 - i : next < end ? next : next - (end - begin);
-        const int row = tile * kBlockRows;
-        const KeyRange seen = keys_seen_by_all(band, n, row, min(row + kBlockRows, n.sq) - 1);
-        const bool masked = is_partial(seen, key, key + kBlockKeys);
-        const int head = query_head(p, block);
-        const long long first_ds =
-            kAccumulatesDq ? 0
-                           : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.split_heads, block.batch,
-                                        head - p.wave.first_head * p.split_heads, tile, block.block);
+        for (int i = begin; i < end; ++i) {
+          const int next = i + rotation;
+          const int tile = descending ? begin + end - 1 - i : next < end ? next : next - (end - begin);
+          const int row = tile * kBlockRows;
+          const KeyRange seen = keys_seen_by_all(band, n, row, min(row + kBlockRows, n.sq) - 1);
+          const bool masked = is_partial(seen, key, key + kBlockKeys);
+          const int head = query_head(p, block);
+          const long long first_ds =
+              kAccumulatesDq ? 0
+                             : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.split_heads, block.batch,
+                                          head - p.wave.first_head * p.split_heads, tile, block.block);
 #pragma unroll 1
-        for (int g = 0; g < p.split_heads; ++g) {
-          const bool last = i == end - 1 && g == p.split_heads - 1;
-          const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
-          const int place = kAccumulatesDq ? int(statistics / kBlockRows)
-                                           : int(first_ds) + g * p.score_tiles.head_tiles;
-          const int slope = kAlibi ? __float_as_int(score_head(p, n, block.batch, head + g).alibi) : 0;
-          const Step step = {place, row, kExpressions ? head + g : slope,
-                             (masked ? kMasked : 0) | (last ? kLastStep : 0) | (counts_after(i, end) ? kCounted : 0) |
-                                 (kDropout ? kHeadOfSplit * g : 0)};
-          const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
-          load.load_queries(block, step, source, statistics, i == begin && g == 0);
-          if constexpr (kKStages > 1)
-            if (i == begin && g == 0) load.load_values(block, n);
-          load.load_gradients(step, source, statistics);
+          for (int g = 0; g < p.split_heads; ++g) {
+            const bool last = i == end - 1 && g == p.split_heads - 1;
+            const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
+            const int place = kAccumulatesDq ? int(statistics / kBlockRows)
+                                             : int(first_ds) + g * p.score_tiles.head_tiles;
+            const int slope = kAlibi ? __float_as_int(score_head(p, n, block.batch, head + g).alibi) : 0;
+            const Step step = {place, row, kExpressions ? head + g : slope,
+                               (masked ? kMasked : 0) | (last ? kLastStep : 0) | (counts_after(i, end) ? kCounted : 0) |
+                                   (kDropout ? kHeadOfSplit * g : 0)};
+            const Source source = {n.q_start, n.sq, head + g, kPacked ? 0 : block.batch};
+            load.load_queries(block, step, source, statistics, i == begin && g == 0);
+            if constexpr (kKStages > 1)
+              if (i == begin && g == 0) load.load_values(block, n);
+            load.load_gradients(step, source, statistics);
+          }
         }
       }
     }
@@ -217,9 +259,10 @@ __device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const
 }
 
 // P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `bias`: that of the thread's four scores there. `slopes`: their
-// derivatives, kHasScoreSlope.
+// derivatives, kHasScoreSlope. `masked`: the step's tile is partial.
 __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
-                                              const Exponents& at, const float* bias, float (&slopes)[4]) {
+                                              const Exponents& at, const float* bias, float (&slopes)[4],
+                                              bool masked) {
   float low;
   float high;
   load_shared_pair(at.shift + 32 * j, low, high);
@@ -228,7 +271,13 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
     float& x = X[4 * j + i];
     const ScoreContext entry = at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
     if (kHasScoreSlope) slopes[i] = score_slope(p, entry, x);
-    x = exp2_fast(exponent_up_to(p, entry, x, bias[i], i & 1 ? high : low, p.p_log2));
+    x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias[i], i & 1 ? high : low, p.p_log2));
+  }
+  if constexpr (kMapsTiles != 0) {
+    if (!masked) return;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (mask_mod_hides(p, at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0))) X[4 * j + i] = 0;
   }
 }
 

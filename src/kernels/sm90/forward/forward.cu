@@ -8,9 +8,31 @@
 #include "attention/bias_tile.cuh"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/seen_tiles.cuh"
 #include "sm90/forward/output.cuh"
 #include "sm90/forward/pipeline.cuh"
 #include "sm90/forward/values.cuh"
+
+// Loads the tiles of a q tile that the map shows, and Q before or after the first K.
+template <class LoadQ, class StripRow>
+__device__ __forceinline__ void load_seen_tiles(const ForwardParams& p, Loader& load, const QTile& q_tile,
+                                                const Lengths& n, const KeyTiles& keys, const LoadQ& load_q,
+                                                const StripRow& strip_row) {
+  SeenTiles seen(words_of_block(p.expression, q_tile.batch, q_tile.head, q_tile.block), keys.begin, keys.end,
+                 /*down=*/true);
+  const bool any = seen.more();
+  if (kQStages > 1 || !any) load_q(any);
+  const Keys source = keys_of(p, q_tile, n);
+#pragma unroll 1
+  for (bool first = true; seen.more(); first = false) {
+    const int tile = seen.tile;
+    const int partial = seen.is_partial();
+    load.tell({tile, seen.next() ? 0 : tile, partial});
+    load.load_k(source, tile, strip_row);
+    if (kQStages == 1 && first) load_q(true);
+    load.load_v(source, tile);
+  }
+}
 
 __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Loader load(p, smem);
@@ -35,21 +57,26 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         load.load_q(tile, n, keys, strip_row);
         break;
       }
-      // With one buffer of Q, which the previous q tile may still be using, the first K comes before.
-      if (kQStages > 1 || keys.end <= keys.begin) load.load_q(tile, n, keys, strip_row);
-      const Keys source = keys_of(p, tile, n);
+      if constexpr (kMapsTiles) {
+        const auto load_q = [&](bool any) { load.load_q(tile, n, {0, any}, strip_row); };
+        load_seen_tiles(p, load, tile, n, keys, load_q, strip_row);
+      } else {
+        // With one buffer of Q, which the previous q tile may still be using, the first K comes before.
+        if (kQStages > 1 || keys.end <= keys.begin) load.load_q(tile, n, keys, strip_row);
+        const Keys source = keys_of(p, tile, n);
 #pragma unroll 1
-      for (KeyWalk walk = walk_of_tiles(keys); walk.more(); walk.next()) {
-        load.load_k(source, walk.tile, strip_row);
-        if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_row);
-        if constexpr (!kPairs) load.load_v(source, walk.tile);
-        else if (walk.tile == keys.end - 1) load.leave_v();
-        else load.load_v(source, walk.tile + 1);
-      }
-      if constexpr (kPairs) {
-        if (keys.end > keys.begin) {
-          load.leave_k();
-          load.load_v(source, keys.begin);
+        for (KeyWalk walk = walk_of_tiles(keys); walk.more(); walk.next()) {
+          load.load_k(source, walk.tile, strip_row);
+          if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_row);
+          if constexpr (!kPairs) load.load_v(source, walk.tile);
+          else if (walk.tile == keys.end - 1) load.leave_v();
+          else load.load_v(source, walk.tile + 1);
+        }
+        if constexpr (kPairs) {
+          if (keys.end > keys.begin) {
+            load.leave_k();
+            load.load_v(source, keys.begin);
+          }
         }
       }
     }
@@ -78,6 +105,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
 // dense bias.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
                                                  int diagonal, int key, u32 bias) {
+  if constexpr (kMapsTiles && kScoreMode == 0 && kBias == 0) return;
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
   diagonal += row;
@@ -93,8 +121,20 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
     if constexpr (kBias != 0) load_bias_of_strip(bias, 2 * i, of_keys);
 #pragma unroll
     for (int j = i; j < i + 8; ++j)
-      S[j] = score(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
+      S[j] = score<!kMapsTiles>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
   }
+}
+
+// -inf for the scores that mask_mod hides, likewise.
+__device__ __forceinline__ void hide_by_mask_mod(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
+                                                 int diagonal, int key) {
+  const Place place = load_place(view);
+  const ScoreHead head = score_head(p, lengths_of(p, place.batch), place.batch, place.head);
+  const int row = int(warp_row() + thread_row());
+  const ScoreContext at = score_context(head, row + place.row, row + diagonal, key);
+#pragma unroll
+  for (int j = 0; j < kBlockKeys / 2; ++j)
+    if (mask_mod_hides(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)))) S[j] = -infinity();
 }
 
 // O += P V
@@ -147,6 +187,15 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if constexpr (kPairs) keys.release(leader);
     else values.release(leader);
   };
+  const auto take_tile = [&](KeyWalk& walk) {  // K of the walk's next tile, which the producer tells of
+    keys.wait_full();
+    if constexpr (kMapsTiles) {
+      const ToldTile told = load_shared_struct_uniform<ToldTile>(told_address(keys));
+      walk.tile = told.tile;
+      walk.last = told.last;
+      walk.full_end = told.partial;
+    }
+  };
   const auto skip = [&](int count) {  // key tiles that only other warpgroups see
 #pragma unroll 1
     for (; count > 0; --count) {
@@ -190,7 +239,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       transform_scores(p, S, view, walk.diagonal, key,
                        keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes);
       if (kBias) keys.release_loaded(leader);
-      if (walk.masked(band_of(p), rightmost)) hide_keys<true>(S, visible, key);
+      const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
+      if (masked) hide_keys<true>(S, visible, key);
+      if constexpr (kMapsTiles)
+        if (masked) hide_by_mask_mod(p, S, view, walk.diagonal, key);
     };
     Kept<kBlockKeys> kept;
     const auto decide_dropout = [&] {  // with the products
@@ -212,7 +264,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const int last_stretch = kCentersV ? walk.tile / kStretchTiles : 0;
     if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
-      keys.wait_full();
+      take_tile(walk);
       wgmma_fence();
       issue_scores(S, q, k_operand());
       if (kQStages > 1) release_q();
@@ -229,7 +281,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         if (kCentersV && (walk.tile + 1) % kStretchTiles == 0) leave_stretch(p, rows, (walk.tile + 1) / kStretchTiles);
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         if constexpr (!kPairs) values.wait_full();
-        keys.wait_full();
+        take_tile(walk);
         register_fence(O);
         wgmma_fence();
         issue_scores(S, q, k_operand());

@@ -5,9 +5,9 @@
 
 __device__ constexpr ForwardLayout kLayout =
     forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBias,
-                    bool(kBiasRows), bool(kPairs)});
+                    bool(kBiasRows), bool(kPairs), bool(kMapsTiles)});
 static_assert(kLayout.end <= kLayout.bytes);
-static_assert(!kPairs || (kKStages == kVStages && !kBias));
+static_assert(!kPairs || (kKStages == kVStages && !kBias && !kMapsTiles));
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),

@@ -18,6 +18,7 @@ struct ForwardTile {
   int bias = 0;  // 1 + its element type; 0: there is none
   bool bias_rows = false;
   bool pairs = false;  // a buffer of K and one of V have their barriers together
+  bool maps_tiles = false;
 };
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
@@ -32,6 +33,7 @@ struct ForwardLayout {
   int view;  // one View per Q buffer and consumer
   int last;  // one int per consumer: its split is the last to finish
   int dropout_key;
+  int told;  // with a map a ToldTile per K buffer
   int end, bytes;
 };
 
@@ -71,7 +73,8 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.view = (map.v_tail + 8 + 15) / 16 * 16;
   map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;
   map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
-  map.end = map.dropout_key + 8;
+  map.told = (map.dropout_key + 8 + 15) / 16 * 16;
+  map.end = map.told + (tile.maps_tiles ? int(sizeof(ToldTile)) * tile.k_stages : 0);
   map.bytes = map.q_full + kControlBytes;
   return map;
 }

@@ -13,6 +13,11 @@ using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_e
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
+// What is told of the tile in K's current buffer, kMapsTiles.
+__device__ __forceinline__ u32 told_address(const KBuffers& k) {
+  return k.smem + kLayout.told + sizeof(ToldTile) * k.ring.stage();
+}
+
 __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
   return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
 }
@@ -55,7 +60,8 @@ struct Loader {
     if (elect_one()) {
 #pragma unroll
       for (int strip = 0; strip < kConsumers; ++strip) {
-        const View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_row(strip));
+        View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_row(strip));
+        if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin < keys.end, strip_row(strip));
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
       if (tile.block < 0) {
@@ -100,6 +106,13 @@ struct Loader {
     for (int panel = 0; panel < panels; ++panel)
       tma_load(buffer + panel * kPanelBytes, map, barrier, {Type::kPanelColumns * panel, at.row, at.head, at.batch},
                Keep::kLong);
+  }
+
+  // Tells of the next tile of K, kMapsTiles.
+  __device__ __forceinline__ void tell(const ToldTile& tile) {
+    k.wait_empty();
+    if (elect_one()) store_shared_struct(told_address(k), tile);
+    __syncwarp();
   }
 
   // With the bias of these keys for each strip.

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <vector>
+
+#include "call/problem.h"
+#include "cuda/common/kernel_key.h"
+#include "cuda/common/launch.h"
+#include "cuda/device/gpu.h"
+#include "kernels/host_device/tile_map.h"
+
+namespace fulgur::cuda {
+
+/// The tiles of scores of a plan that maps them, and whether a CTA walks over the rows of some keys
+/// or over the keys of some rows.
+struct MapTiles {
+  int block_strips = 0, block_rows = 0;  ///< rows: of strips, or else so many
+  int block_keys = 0;
+  bool by_keys = false;
+  bool early_starts = false;  ///< a kernel may start while the one before runs
+};
+
+/// Says that a plan has a map.
+void describe_map(const KernelKey& key, Explanation& to);
+
+/// Adds the kernels that make a map, of plans that have one.
+void add_map_kernels(const AnyForwardKey& key, const MapTiles& tiles,
+                     std::vector<KernelUse>& kernels);
+
+/// The map of the tiles that mask_mod hides (kernels/attention/tile_map.cu), made in each run.
+class TileMap {
+ public:
+  /// Of the workspace; 0 without a map.
+  static int64_t bytes(const Problem& problem, const KernelKey& key, const MapTiles& tiles);
+
+  TileMap() = default;
+  /// Without a map it has none.
+  TileMap(const Problem& problem, const AnyForwardKey& key, const MapTiles& tiles, Gpu& gpu);
+
+  /// Makes the map of a call in `memory`; without a map nothing.
+  kernels::SeenWords launch(CUstream stream, char* memory, const AttentionParams& call) const;
+
+ private:
+  CUfunction hulls_kernel_ = nullptr, map_kernel_ = nullptr;
+  Start map_starts_ = Start::kAfterAll;
+  kernels::MapShape shape_{};
+  kernels::SeenWords map_{};  ///< without its address
+  int64_t row_hulls_ = 0, hulls_ = 0, words_ = 0;
+};
+
+}  // namespace fulgur::cuda

@@ -1,0 +1,99 @@
+// The walk over the tiles that a map shows (host_device/tile_map.h).
+#pragma once
+#include "device/schedule.cuh"
+
+// The words of a block of a q head of a sequence.
+template <class Arguments>
+__device__ __forceinline__ const u64* words_of_block(const Arguments& expression, int batch, int head, int block) {
+  const SeenWords& map = expression.map;
+  return map.words + batch * map.batch + head / map.heads_of_map * map.head + (long long)(block) * map.block;
+}
+
+// The tiles [begin, end) of a block that are seen, one after the other, `down` from the last one or up from the first: a
+// walk as KeyWalk's. A warp walks together.
+class SeenTiles {
+ public:
+  int tile = -1;  // the walk is here
+
+  __device__ __forceinline__ SeenTiles(const u64* words, int begin, int end, bool down)
+      : words_(words), first_(begin), last_(end - 1), down_(down) {
+    if (begin >= end) return;
+    word_ = down ? last_ / 32 : first_ / 32;
+    find_word();
+    take();
+  }
+  __device__ __forceinline__ bool more() const { return tile >= 0; }
+  __device__ __forceinline__ bool is_partial() const { return partial_ >> tile % 32 & 1; }
+  __device__ __forceinline__ bool next() {
+    if (seen_ == 0) {
+      word_ += down_ ? -1 : 1;
+      find_word();
+    }
+    take();
+    return more();
+  }
+
+ private:
+  // The word from word_ on that has tiles that are seen, 32 at a time.
+  __device__ __forceinline__ void find_word() {
+    const int lane = threadIdx.x % 32;
+    for (; down_ ? word_ >= first_ / 32 : word_ <= last_ / 32; word_ += down_ ? -32 : 32) {
+      const int mine = down_ ? word_ - lane : word_ + lane;
+      u64 word = mine >= first_ / 32 && mine <= last_ / 32 ? words_[mine] : 0;
+      if (mine == first_ / 32) word &= ~0ull << first_ % 32;
+      if (mine == last_ / 32) word &= ~(~1ull << last_ % 32) | ~0ull << 32;
+      const u32 found = __ballot_sync(0xffffffff, u32(word) != 0);
+      if (found == 0) continue;
+      const int from = __ffs(int(found)) - 1;
+      seen_ = __shfl_sync(0xffffffff, u32(word), from);
+      partial_ = __shfl_sync(0xffffffff, u32(word >> 32), from);
+      word_ += down_ ? -from : from;
+      return;
+    }
+  }
+  __device__ __forceinline__ void take() {
+    const int bit = down_ ? 31 - __clz(int(seen_)) : __ffs(int(seen_)) - 1;  // -1: none
+    tile = seen_ == 0 ? -1 : 32 * word_ + bit;
+    seen_ &= ~(1u << (bit & 31));
+  }
+
+  const u64* words_;
+  int first_, last_;
+  bool down_;
+  int word_ = 0;
+  u32 seen_ = 0, partial_ = 0;  // of word_: tiles that are left, and those that are partial
+};
+
+// The steps of a key block that the map shows: of each of its q heads the row tiles.
+template <class Params>
+class SeenSteps {
+ public:
+  int g = 0;  // the q head is so many after the first
+
+  // Of the row tiles [begin, end).
+  __device__ __forceinline__ SeenSteps(const Params& p, int batch, int head, int heads, int block, int begin, int end,
+                                       bool down)
+      : p_(p), batch_(batch), head_(head), heads_(heads), block_(block), begin_(begin), end_(end), down_(down),
+        tiles_(words_of_block(p.expression, batch, head, block), begin, end, down) {
+    skip_heads();
+  }
+  __device__ __forceinline__ bool more() const { return tiles_.more(); }
+  __device__ __forceinline__ int tile() const { return tiles_.tile; }
+  __device__ __forceinline__ bool is_partial() const { return tiles_.is_partial(); }
+  __device__ __forceinline__ bool next() {
+    tiles_.next();
+    skip_heads();
+    return more();
+  }
+
+ private:
+  __device__ __forceinline__ void skip_heads() {
+    while (!tiles_.more() && ++g < heads_)
+      tiles_ = SeenTiles(words_of_block(p_.expression, batch_, head_ + g, block_), begin_, end_, down_);
+  }
+
+  const Params& p_;
+  int batch_, head_, heads_, block_, begin_, end_;
+  bool down_;
+  SeenTiles tiles_;
+};

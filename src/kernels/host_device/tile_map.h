@@ -1,0 +1,39 @@
+// The map of tiles of a call whose mask no closed form says: which tiles of scores some row sees a key of, and of these
+// which are partial, because some row does not see some key. attention/tile_map.cu makes it before the attention
+// kernel, which walks over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones.
+//
+// kernel_config.h of attention/tile_map.cu has besides the constants of a mask and of lengths, which sm90/forward/params.h
+// lists:
+//   kBlockStrips    strips of a block of rows (host_device/strips.h); 0: its rows are
+//   kBlockRows      as many, and blocks begin at multiples of them
+//   kBlockKeys      keys of a tile
+//   kMapByKeys      1: the words of a tile of keys have a bit for each block of rows; 0: the other way round
+#pragma once
+#include "host_device/attention_params.h"
+
+namespace fulgur::kernels {
+
+// In which the values lie that a node of an expression has in a block of rows, or in a tile of keys: ints in the order
+// of the values, and which 6-bit hashes integers have.
+struct PanelHull {
+  int low, high;
+  u64 hashes;
+};
+
+// How many maps there are, and of what.
+struct MapShape {
+  int batches, heads;  // 1 where all have the same
+  int heads_of_map;    // q heads that share one
+  int row_blocks, key_tiles;
+};
+
+FULGUR_SHARED int map_words(int tiles) { return (tiles + 31) / 32; }
+
+}  // namespace fulgur::kernels
+
+struct TileMapParams : AttentionParams {
+  fulgur::kernels::MapShape shape;
+  fulgur::kernels::PanelHull* row_hulls;  // [batches][heads][row blocks][kRowPanels]
+  fulgur::kernels::PanelHull* key_hulls;  // [batches][key tiles][kKeyPanels]
+  fulgur::kernels::u64* words;            // those of the map
+};
