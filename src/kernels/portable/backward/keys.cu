@@ -4,9 +4,9 @@
 // A CTA has a key block of Bc keys, whose K and V stay in shared memory and whose dK and dV stay in registers. Its
 // steps are the tiles of Br rows that see them, of which Q, dO and the statistics pass through shared memory. dQ is
 // added to dq_accum in f32, which backward/round.cu rounds; with kOrderedDq in the order of the key blocks, by a
-// semaphore of each row tile. With kSplits several CTAs share the q heads of a key block, and reduce.cu adds their dK and
-// dV. With kWholeHeads a CTA has all key blocks of a kv head, one after another, as in
-// FlashAttention (2022), algorithm 4. docs/kernels/portable.md derives the tiles.
+// semaphore of each row tile. With kSplits several CTAs share the q heads of a key block, and reduce.cu adds their dK
+// and dV. With kWholeHeads a CTA has all key blocks of a kv head, one after another, as in FlashAttention (2022),
+// algorithm 4. docs/kernels/portable.md derives the tiles.
 #include "attention/dropout.cuh"
 #include "device/score.cuh"
 #include "device/semaphore.cuh"
@@ -258,6 +258,8 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     for (int i = 0; i < 8 * units_of(kValueDim); ++i) dV[t][i] = 0;
   }
 
+  const KeyOperands<kHeadDim> own_k = key_operands<kHeadDim>(part, smem + kLayout.k);
+  const KeyOperands<kValueDim> own_v = key_operands<kValueDim>(part, smem + kLayout.v);
   int stage = 0;
   u32 weights = smem + kLayout.weights;
   int* added = nullptr;  // the semaphore of the step before
@@ -279,9 +281,9 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     {
       float S[kKeyTiles][kHalfRows / 2] = {};
       float X[kKeyTiles][kHalfRows / 2];
-      add_scores<ElementK, kHeadDim>(S, part, smem + kLayout.k, q);
+      add_scores<ElementK, kHeadDim>(S, part, own_k, q);
       start_from_delta(X, part, statistics);
-      add_scores<ElementV, kValueDim>(X, part, smem + kLayout.v, dout);
+      add_scores<ElementV, kValueDim>(X, part, own_v, dout);
       weights_of_step(p, smem, keys, part, step, statistics, S, X, P, dS);
     }
     store_weights(P, part, weights);

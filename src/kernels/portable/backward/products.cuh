@@ -5,19 +5,53 @@
 #pragma once
 #include "portable/backward/tile.cuh"
 
-// X += A B^T along dims: A are the warp's keys of the tile at `keys`, B its rows of the tile at `rows`.
+// The warp's keys of a tile of K or V as first operands. With kKeepsKeys they stay in registers, and a step loads a
+// sixth less from shared memory.
+template <int dim>
+struct KeyOperands {
+  u32 tile;
+  u32 kept[kKeepsKeys ? dim / 16 : 1][kKeyTiles][4];
+};
+
+// 16 dims from 16 * step on. `at`: where the lane's part of the warp's keys begins.
+__device__ __forceinline__ void load_keys(u32 at, int step, u32 (&a)[kKeyTiles][4]) {
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+    load_shared_matrices((at ^ step % 4 * 32) + step / 4 * kKeyPanelBytes + t * 16 * kPanelRowBytes, a[t]);
+}
+
+// Those of the tile at `tile`, which is complete with kKeepsKeys.
+template <int dim>
+__device__ __forceinline__ KeyOperands<dim> key_operands(const Part& part, u32 tile) {
+  KeyOperands<dim> keys;
+  keys.tile = tile;
+  if constexpr (kKeepsKeys != 0) {
+    const u32 lane = lane_of_warp();
+#pragma unroll
+    for (int step = 0; step < dim / 16; ++step)
+      load_keys(tile + swizzled(part.key + lane % 16, lane / 16), step, keys.kept[step]);
+  }
+  return keys;
+}
+
+// X += A B^T along dims: A are the warp's keys, B its rows of the tile at `rows`.
 template <class Type, int dim>
-__device__ __forceinline__ void add_scores(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part, u32 keys,
-                                           u32 rows) {
+__device__ __forceinline__ void add_scores(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part,
+                                           const KeyOperands<dim>& keys, u32 rows) {
   const u32 lane = lane_of_warp();
-  keys += swizzled(part.key + lane % 16, lane / 16);
+  const u32 at = keys.tile + swizzled(part.key + lane % 16, lane / 16);
   rows += swizzled(part.half * kHalfRows + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll dim > 128 ? 4 : 8
   for (int step = 0; step < dim / 16; ++step) {
     u32 a[kKeyTiles][4];
+    if constexpr (kKeepsKeys != 0) {
 #pragma unroll
-    for (int t = 0; t < kKeyTiles; ++t)
-      load_shared_matrices((keys ^ step % 4 * 32) + step / 4 * kKeyPanelBytes + t * 16 * kPanelRowBytes, a[t]);
+      for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[t][i] = keys.kept[step][t][i];
+    } else {
+      load_keys(at, step, a);
+    }
 #pragma unroll
     for (int row = 0; row < kHalfRows; row += 16) {
       u32 b[4];

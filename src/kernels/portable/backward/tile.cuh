@@ -20,6 +20,8 @@ enum : int {
   kKeyPanelBytes = kBlockKeys * kPanelRowBytes,
   kRowPanelBytes = kBlockRows * kPanelRowBytes,
   kOneBarrier = kStages == 3,            // of a step
+  // K and V of a warp stay in registers.
+  kKeepsKeys = kOneBarrier && kHeadDim <= 64 && kValueDim <= 64,
 };
 static_assert(kDsStages == 1 + kOneBarrier);
 
