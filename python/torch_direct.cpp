@@ -190,7 +190,9 @@ nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
     if (!is_recorded(q) && !is_recorded(k) && !is_recorded(v) && !others.recorded) {
       return compute(q, v, args, options, with_lse);
     }
-    if (!others.have_gradients) return nb::none();
+    const bool floats =
+        args.q.dtype <= DType::kF64 && args.k.dtype == args.q.dtype && args.v.dtype == args.q.dtype;
+    if (!others.have_gradients || !floats) return nb::none();
     if (is_true(deterministic_())) numbers["deterministic"] = true;
     const nb::object computed = compute(q, v, args, options, true);
     const nb::tuple call = nb::make_tuple(numbers, nb::tuple(others.names), computed);
