@@ -12,7 +12,7 @@ help:
 	@echo 'make test-emulator run every test of the GPU kernels in the emulator (20 minutes on 2 cores)'
 	@echo 'make test-ggml     build llama.cpp with the backend of integrations/ggml, run ggml'\''s own tests (30 minutes)'
 	@echo 'make test-arm      build and run the small tests for ARM, by QEMU'
-	@echo 'make test-kernels  compile every kernel that a plan can ask for (12 minutes on 2 cores)'
+	@echo 'make test-kernels  compile every kernel that a plan can ask for, several thousand'
 	@echo 'make build         build the library, the program and the examples (build/release)'
 	@echo 'make bench         measure this machine, add its report and rewrite docs/performance/cpu.md'
 	@echo 'make bench-decode  the same of decoding: its table is there, too'
