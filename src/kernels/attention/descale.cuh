@@ -3,6 +3,7 @@
 #pragma once
 #include "device/math.cuh"
 #include "device/operands.cuh"
+#include "device/score.cuh"
 #include "host_device/attention_params.h"
 #include "host_device/key_walk.h"
 
@@ -37,7 +38,7 @@ struct ProductScale {
 
 __device__ __forceinline__ ProductScale product_scale(const AttentionParams& p, const Place& place) {
   const float descale = product_descale(p, place);
-  if (kScoreMode != 0) return {descale, 1};
+  if (kScoreMode != 0) return {descale, score_factor(p)};
   const float factor = descale * p.scale_log2;
   const bool folds = factor >= 0x1p-126f && factor < infinity();
   return {folds ? 1 : factor, folds ? factor : 1};

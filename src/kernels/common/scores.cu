@@ -55,7 +55,7 @@ __device__ __forceinline__ float product(const ScoresParams& p, const float* q, 
 
 // What a product becomes until a stage, before keys are hidden.
 __device__ __forceinline__ float score_until(const ScoresParams& p, const ScoreContext& at, float s) {
-  if (p.stage >= kMaskedScores) return score(p, at, s, bias_of(p, at)) * kLn2;
+  if (p.stage >= kMaskedScores) return score(p, at, s, bias_of(p, at)) * score_factor(p) * kLn2;
   if (kSoftcap && p.stage == kCappedScores) return softcap_score(p, s) * kLn2;
   return s * p.scale_log2 * kLn2;
 }

@@ -130,29 +130,37 @@ __device__ __forceinline__ float capped_score(const CallParams& p, const ScoreCo
   return kAlibi ? alibi_score(at, s) : s;
 }
 
-// Scores in units of log2 before and after score_mod.
+// What score_mod takes: the score of a product in its own units.
+__device__ __forceinline__ float natural_score(const CallParams& p, const ScoreContext& at, float s) {
+  constexpr float kLn2 = 0.693147180559945f;
+  if (kSoftcap || kAlibi) return __fmul_rn(capped_score(p, at, s), kLn2);
+  return __fmul_rn(s, __fmul_rn(p.scale_log2, kLn2));
+}
+
+// What softcap, ALiBi and score_mod make of a product: in units of log2, with score_mod in its own.
 template <class Params>
 __device__ __forceinline__ float modified_score(const Params& p, const ScoreContext& at, float s) {
-  if constexpr (kScoreMod != 0) {
-    s = expression_score(expression_place(p, at), __fmul_rn(s, 0.693147180559945f));
-    return __fmul_rn(s, 1.4426950408889634f);
-  } else {
-    return s;
-  }
+  if constexpr (kScoreMod != 0) return expression_score(expression_place(p, at), natural_score(p, at, s));
+  else return capped_score(p, at, s);
+}
+
+// What turns a score into units of log2.
+__device__ __forceinline__ float score_factor(const CallParams& p) {
+  return kScoreMode == 0 ? p.scale_log2 : kScoreMod ? 1.4426950408889634f : 1.f;
 }
 
 // s + bias, whose derivative by s is 1, in the units of s.
 __device__ __forceinline__ float biased_score(const CallParams& p, float s, float bias) {
   if (kBias == 1 + kBool) return bias == 0 ? s : bias;
-  const float sum = __fmaf_rn(bias, kScoreMode == 0 ? p.bias_factor : 1.4426950408889634f, s);
+  const float sum = __fmaf_rn(bias, kScoreMode == 0 ? p.bias_factor : kScoreMod ? 1.f : 1.4426950408889634f, s);
   return bias < float(kHidingBias) ? -infinity() : sum;
 }
 
 // What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
-// which exponents take. 1: a score in units of log2. `masks`: mask_mod hides; otherwise the caller does, where it may.
+// which exponents take. 1: a score in units of log2, with score_mod in its own. `masks`: mask_mod hides; otherwise the caller does, where it may.
 template <bool masks = true, class Params>
 __device__ __forceinline__ float score(const Params& p, const ScoreContext& at, float s, float bias) {
-  if (kScoreMode != 0) s = modified_score(p, at, capped_score(p, at, s));
+  if (kScoreMode != 0) s = modified_score(p, at, s);
   if (kBias) s = biased_score(p, s, bias);
   return masks && mask_mod_hides(p, at) ? -infinity() : s;
 }
@@ -160,7 +168,7 @@ __device__ __forceinline__ float score(const Params& p, const ScoreContext& at, 
 // Whether score_mod hides the key of an entry: its score becomes -inf.
 template <class Params>
 __device__ __forceinline__ bool score_mod_hides(const Params& p, const ScoreContext& at, float s) {
-  return kScoreMod && modified_score(p, at, capped_score(p, at, s)) == -infinity();
+  return kScoreMod && modified_score(p, at, s) == -infinity();
 }
 
 // Whether mask_mod or score_mod does.
@@ -174,21 +182,17 @@ template <class Params>
 __device__ __forceinline__ float score_slope(const Params& p, const ScoreContext& at, float s) {
   float slope = kSoftcap ? softcap_slope(p, s) : 1;
   if constexpr (kScoreModSlope != 0) {
-    const float before = capped_score(p, at, s);
-    slope *= expression_slope(expression_place(p, at), __fmul_rn(before, 0.693147180559945f));
+    slope *= expression_slope(expression_place(p, at), natural_score(p, at, s));
     if (score_mod_hides(p, at, s)) slope = 0;
   }
   return slope;
 }
 
-// What turns a score into units of log2.
-__device__ __forceinline__ float score_factor(const CallParams& p) { return kScoreMode == 0 ? p.scale_log2 : 1.f; }
-
 // The score of a product in units of log2, and `shift`: the exponent of an entry of P.
 template <bool masks = true, class Params>
 __device__ __forceinline__ float exponent(const Params& p, const ScoreContext& at, float s, float bias, float shift) {
   s = score<masks>(p, at, s, bias);
-  return kScoreMode == 0 ? __fmaf_rn(s, p.scale_log2, shift) : __fadd_rn(s, shift);
+  return kScoreMode == 0 || kScoreMod ? __fmaf_rn(s, score_factor(p), shift) : __fadd_rn(s, shift);
 }
 
 // The same where the shift is -LSE, and so the exponent at most `limit`: with large scores LSE is rounded by more.

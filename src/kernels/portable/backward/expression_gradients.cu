@@ -51,7 +51,7 @@ __device__ __forceinline__ void add_tile(const BackwardParams& p, const float (&
         for (int half = 0; half < 2; ++half) {
           const int j = i + 2 * half + column;
           const auto place = expression_place(p, at.moved(8 * half, i / 4 * 8 + column));
-          const float before = __fmul_rn(capped_score(p, at.moved(8 * half, i / 4 * 8 + column), X[j]), 0.693147180559945f);
+          const float before = natural_score(p, at.moved(8 * half, i / 4 * 8 + column), X[j]);
           const float x = dS[j] == 0 ? 0 : dS[j] * p.p_scale * expression_gradient<G::kNumber>(place, before);
           if constexpr (!G::kOfKeys) {
             rows[G::kNumber][half] += x;
