@@ -150,8 +150,10 @@ DeviceMemory::~DeviceMemory() {
   try {
     const CurrentContext current(gpu_.context());
     driver().cuStreamSynchronize(stream_);
-    for (const Opened& other : opened_) {
-      if (other.data != 0) driver().cuIpcCloseMemHandle(other.data);
+    for (const auto& of_rank : opened_) {
+      for (const Opened& other : of_rank) {
+        if (other.data != 0) driver().cuIpcCloseMemHandle(other.data);
+      }
     }
     for (const Room& room : rooms_) {
       if (room.data != 0) driver().cuMemFree(room.data);
@@ -163,7 +165,7 @@ DeviceMemory::~DeviceMemory() {
 }
 
 std::byte* DeviceMemory::room(Use use, int64_t bytes) {
-  Room& room = rooms_[use];
+  Room& room = room_of(use);
   if (room.data == 0 || room.bytes < bytes) {
     const CurrentContext current(gpu_.context());
     if (room.data != 0 && use == kSends) {
@@ -177,7 +179,7 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
           fmt::format("{} bytes for rows of other ranks", size).c_str());
     room.bytes = size;
     if (use == kSends) {
-      check(driver().cuIpcGetMemHandle(&sends_handle_, room.data), "cuIpcGetMemHandle");
+      check(driver().cuIpcGetMemHandle(&room.handle, room.data), "cuIpcGetMemHandle");
     }
   }
   return reinterpret_cast<std::byte*>(room.data);
@@ -185,7 +187,7 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
 
 CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
   if (offer.process == static_cast<uint64_t>(getpid())) return offer.room + offer.offset;
-  Opened& other = opened_[rank];
+  Opened& other = opened_[rank].at(offer.turn);
   if (other.data == 0 || std::memcmp(&other.handle, &offer.handle, sizeof(CUipcMemHandle)) != 0) {
     if (other.data != 0) check(driver().cuIpcCloseMemHandle(other.data), "cuIpcCloseMemHandle");
     other = {};
@@ -213,10 +215,11 @@ auto DeviceMemory::tell(const std::vector<Offer>& mine, size_t bytes) -> std::ve
 void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
                             std::span<const std::span<std::byte>> receives) {
   const CurrentContext current(gpu_.context());
-  const Room& room = rooms_[kSends];
-  std::vector<Offer> mine(
-      group_.ranks,
-      {.handle = sends_handle_, .process = static_cast<uint64_t>(getpid()), .room = room.data});
+  const Room& room = room_of(kSends);
+  std::vector<Offer> mine(group_.ranks, {.handle = room.handle,
+                                         .process = static_cast<uint64_t>(getpid()),
+                                         .room = room.data,
+                                         .turn = turn_});
   for (int r = 0; r < group_.ranks; ++r) {
     mine[r].offset = address(sends[r].data()) - room.data;
     mine[r].bytes = sends[r].size();
@@ -224,6 +227,7 @@ void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
   finish();  // what is sent lies there
   const std::vector<Offer> theirs = tell(mine, sizeof(Offer));
   unsettled_ = true;
+  turn_ = 1 - turn_;
   for (int i = 1; i < group_.ranks; ++i) {
     const int r = (group_.rank + i) % group_.ranks;
     if (theirs[r].bytes != receives[r].size()) {

@@ -47,6 +47,7 @@ class DeviceMemory final : public OnStream<Memory> {
   struct Room {
     cuda::CUdeviceptr data = 0;
     int64_t bytes = 0;
+    cuda::CUipcMemHandle handle{};  ///< of what others open
   };
   /// Memory of another rank, opened here.
   struct Opened {
@@ -56,17 +57,20 @@ class DeviceMemory final : public OnStream<Memory> {
   /// What a rank says of the bytes that it has for another one.
   struct Offer {
     cuda::CUipcMemHandle handle{};
-    uint64_t process = 0, room = 0, offset = 0, bytes = 0;
+    uint64_t process = 0, room = 0, offset = 0, bytes = 0, turn = 0;
   };
+  Room& room_of(Use use) { return rooms_.at(use == kSends ? kUses + turn_ : uint64_t{use}); }
   cuda::CUdeviceptr open(int rank, const Offer& offer);
   /// An offer of each rank, or the first byte of it.
   std::vector<Offer> tell(const std::vector<Offer>& mine, size_t bytes);
 
   Group::Impl& group_;
-  std::array<Room, kUses> rooms_;
-  cuda::CUipcMemHandle sends_handle_{};
+  /// The last two are kSends in turn: a rank that comes to the next exchange has what it got in
+  /// this one, so that the memory of this one is free when the next one has been made.
+  std::array<Room, kUses + 2> rooms_;
+  uint64_t turn_ = 0;
   std::vector<cuda::CUdeviceptr> replaced_;  ///< that others may have opened
-  std::vector<Opened> opened_;
+  std::vector<std::array<Opened, 2>> opened_;
   bool unsettled_ = false;
 };
 

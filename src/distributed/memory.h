@@ -41,11 +41,11 @@ class Memory : public Order {
   enum Use : uint8_t { kStep, kNextStep, kSums, kDsinks, kSends, kReceives, kUses };
   /// Room that is this until it is asked for again; not cleared.
   virtual std::byte* room(Use use, int64_t bytes) = 0;
-  /// A step of all ranks: sends lie in kSends, receives in kReceives.
+  /// A step of all ranks: sends lie in kSends, which has to be asked for again after it, receives
+  /// in kReceives. What came in an exchange is finished before the next one.
   virtual void exchange(std::span<const std::span<const std::byte>> sends,
                         std::span<const std::span<std::byte>> receives) = 0;
-  /// Waits until all ranks have what this one has sent, so that kSends may be used again; after
-  /// each exchange, and after what comes from there is finished.
+  /// Waits until all ranks have what this one has sent; at the end of a run.
   virtual void settle() = 0;
   /// The order in which a run computes.
   virtual std::unique_ptr<Order> computing(const Run& run) = 0;

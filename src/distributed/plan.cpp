@@ -333,7 +333,7 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
       distributed::Step(*this, arena, step);
       step_bytes = std::max(step_bytes, arena.used());
     }
-    const int64_t bytes = 3 * step_bytes + sum_bytes;
+    const int64_t bytes = workspace_bytes();
     if (options.max_workspace == 0 || bytes <= options.max_workspace) break;
     if (steps == most) {
       fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, bytes);

@@ -47,7 +47,10 @@ struct RowsPlan final : DistributedPlan::Impl {
   void run(const ForwardArgs& args, const Run& run) const override;
   void run(const BackwardArgs& args, const Run& run) const override;
   std::string explain() const override;
-  int64_t workspace_bytes() const override { return 3 * step_bytes + sum_bytes; }
+  /// Of two steps, and of what is on its way: on GPUs the last exchange's, too.
+  int64_t workspace_bytes() const override {
+    return (problem.device == Device{} ? 3 : 4) * step_bytes + sum_bytes;
+  }
 
   /// The kv heads that a rank computes in a step.
   Heads heads(int rank, int64_t step) const {

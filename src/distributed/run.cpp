@@ -129,25 +129,23 @@ class Work {
       StepMemory arena(memory_.room(use, plan_.step_bytes), p_.device);
       Step& step = steps[number % 2].emplace(plan_, arena, number);
       if (plan_.queries_stay()) set_queries(number, step);
-      const auto arrived = line.add([this, number, step, mark = computed[number % 2]] {
+      return line.add([this, number, step, mark = computed[number % 2]] {
         memory_.after(mark);
         fetch(number, step);
       });
-      line.add([this] { memory_.settle(); });
-      return arrived;
     };
-    std::shared_future<void> returned, arrived = fetched(0);
+    std::shared_future<void> arrived = fetched(0);
     for (int64_t number = 0; number < plan_.steps; ++number) {
       arrived.get();
       const Step step = *steps[number % 2];
       if (number + 1 < plan_.steps) arrived = fetched(number + 1);
       compute(number, step);
       computed[number % 2] = computing_->mark();
+      if (!kBackward && plan_.queries_stay()) continue;
       line.add(
           [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
-      returned = line.add([this] { memory_.settle(); });
     }
-    returned.get();
+    line.add([this] { memory_.settle(); }).get();
     if constexpr (kBackward) {
       if (!plan_.gathers_queries()) round_sums();
       finish(dsinks_);
@@ -242,7 +240,6 @@ class Work {
 
   /// To the ranks that have the rows.
   void give_back(int64_t number, const Step& step, const Order::Mark& computed) {
-    if (!kBackward && plan_.queries_stay()) return;
     memory_.after(computed);
     Shipment all(group_, memory_);
     const auto queries = [&](const Part& from, const Part& local) {

@@ -1148,8 +1148,8 @@ TEST_F(DistributedOnGpus, OfFewRows) {
     const Problem problem{{.dtype = DType::kBF16,
                            .sq = 130,
                            .sk = 130,
-                           .hq = 2,
-                           .hk = 1,
+                           .hq = 4,
+                           .hk = 2,  // two steps
                            .d = 32,
                            .dv = 32,
                            .mask = causal(),
