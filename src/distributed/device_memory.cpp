@@ -224,7 +224,7 @@ void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
     mine[r].offset = address(sends[r].data()) - room.data;
     mine[r].bytes = sends[r].size();
   }
-  finish();  // what is sent lies there
+  finish();  // what is sent lies there, and what came in the last exchange is here
   const std::vector<Offer> theirs = tell(mine, sizeof(Offer));
   unsettled_ = true;
   turn_ = 1 - turn_;
@@ -245,6 +245,7 @@ void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
 
 void DeviceMemory::settle() {
   if (!std::exchange(unsettled_, false)) return;
+  finish();
   tell(std::vector<Offer>(group_.ranks), 1);
   const CurrentContext current(gpu_.context());
   for (const CUdeviceptr data : std::exchange(replaced_, {})) {

@@ -26,12 +26,16 @@
 namespace fulgur::distributed {
 namespace {
 
-/// What is sent and received, one after the other, while other work goes on.
+/// What is sent and received, one after the other, while other work goes on: in threads, or, where
+/// a stream computes meanwhile, when it is waited for.
 class Line {
  public:
+  explicit Line(bool in_threads)
+      : launch_(in_threads ? std::launch::async : std::launch::deferred) {}
+
   template <class Task>
   std::shared_future<void> add(Task task) {
-    last_ = std::async(std::launch::async, [before = last_, task = std::move(task)] {
+    last_ = std::async(launch_, [before = last_, task = std::move(task)] {
               if (before.valid()) before.get();
               task();
             }).share();
@@ -39,6 +43,7 @@ class Line {
   }
 
  private:
+  std::launch launch_;
   std::shared_future<void> last_;
 };
 
@@ -119,7 +124,7 @@ class Work {
   }
 
   void operator()() {
-    Line line;
+    Line line(p_.device == Device{});
     // What steps compute with, and up to where memory of earlier ones is in use.
     std::array<std::optional<Step>, 2> steps;
     std::array<Order::Mark, 2> computed;
@@ -137,6 +142,7 @@ class Work {
     std::shared_future<void> arrived = fetched(0);
     for (int64_t number = 0; number < plan_.steps; ++number) {
       arrived.get();
+      computing_->after(memory_.mark());
       const Step step = *steps[number % 2];
       if (number + 1 < plan_.steps) arrived = fetched(number + 1);
       compute(number, step);
@@ -146,6 +152,7 @@ class Work {
           [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
     }
     line.add([this] { memory_.settle(); }).get();
+    computing_->after(memory_.mark());
     if constexpr (kBackward) {
       if (!plan_.gathers_queries()) round_sums();
       finish(dsinks_);

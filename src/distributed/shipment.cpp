@@ -73,7 +73,6 @@ void Shipment::run(bool alone) {
       }
     }
   }
-  memory_.finish();
 }
 
 }  // namespace fulgur::distributed

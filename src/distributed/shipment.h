@@ -17,7 +17,7 @@ class Shipment {
   /// Adds what comes to what there is, rank after rank: of f32 or f64.
   void receive_sum(int from, const Part& part) { receives_[from].push_back({part, true}); }
 
-  /// Makes the step, and waits for it. `alone`: all ranks send to themselves only.
+  /// Makes the step. `alone`: all ranks send to themselves only.
   void run(bool alone);
 
  private:
