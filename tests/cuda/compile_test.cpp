@@ -56,6 +56,8 @@ using test::ForwardShape;
 class Compile : public testing::Test {
  protected:
   void SetUp() override {
+    // What NVRTC finds in the driver's cache has no log; both may read this when they are loaded.
+    setenv("CUDA_CACHE_DISABLE", "1", 1);
     if (!nvrtc_unavailable().empty()) GTEST_SKIP() << nvrtc_unavailable();
   }
 };
@@ -630,7 +632,6 @@ struct Wanted {
 /// Expects that the compiler finds no fault with a sample of kernels, which changes every day; with
 /// FULGUR_COMPILE_ALL=1 with all of them (`make test-kernels`). `few_spills`: a few are no fault.
 void expect_clean(const std::vector<Wanted>& kernels, size_t sample, bool few_spills = false) {
-  setenv("CUDA_CACHE_DISABLE", "1", 1);  // what NVRTC finds in the driver's cache has no log
   const std::vector<size_t> indices = sample_of(kernels.size(), sample);
   // What was found clean once stays so: the keys of the cache are those of the compilation.
   CubinCache cache(fs::path(FULGUR_TEST_CACHE));

@@ -17,26 +17,37 @@ using kernels::Work;
 /// Tiles for d and dv above above_dim, up to max_dim. The compiler keeps S, O and P of a warp in
 /// registers whatever the other options; with more keys or dims it would spill.
 struct Tile {
-  enum Scores { kPlain = 1, kTransformed = 2, kDropped = 4, kBiased = 8 };
+  /// kCrowded: plain, where something else takes registers (is_crowded).
+  enum Scores {
+    kPlain = 1,
+    kCrowded = 2,
+    kTransformed = 4,
+    kDropped = 8,
+    kBiased = 16,
+    kBiasedDropped = 32,
+  };
   int above_dim, max_dim;
   int strips, warp_strips, block_keys, stages;
   bool q_in_registers;
   int residents;
   int scores;  ///< what its scores may be besides products
 };
-constexpr int kUnbiased = Tile::kPlain | Tile::kTransformed | Tile::kDropped;
-constexpr int kAny = kUnbiased | Tile::kBiased;
+constexpr int kUntransformed = Tile::kPlain | Tile::kCrowded;
+constexpr int kUnbiased = kUntransformed | Tile::kTransformed | Tile::kDropped;
+constexpr int kNotAll = kUnbiased | Tile::kBiased;
+constexpr int kAny = kNotAll | Tile::kBiasedDropped;
 constexpr Tile kTiles[] = {
     {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},
-    {0, 64, 1, 1, 64, 2, true, 3, kAny},
+    {0, 64, 1, 1, 64, 2, true, 3, kNotAll},
+    {0, 64, 1, 1, 64, 2, true, 2, Tile::kBiasedDropped},
     {64, 128, 2, 2, 48, 1, false, 2, Tile::kPlain},
-    {64, 128, 2, 2, 32, 1, false, 2, Tile::kTransformed | Tile::kDropped},
+    {64, 128, 2, 2, 32, 1, false, 2, Tile::kCrowded | Tile::kTransformed | Tile::kDropped},
     {64, 128, 2, 1, 64, 2, true, 1, kAny},
     {64, 128, 1, 1, 64, 1, false, 2, kAny},
     {128, 192, 2, 1, 64, 1, false, 1, kAny},
     {128, 192, 1, 1, 64, 1, false, 2, kAny},
-    {192, 256, 2, 1, 64, 1, false, 1, Tile::kPlain},
-    {192, 256, 1, 1, 64, 1, false, 2, Tile::kPlain},
+    {192, 256, 2, 1, 64, 1, false, 1, kUntransformed},
+    {192, 256, 1, 1, 64, 1, false, 2, kUntransformed},
     {192, 256, 1, 1, 32, 1, false, 2, kAny},
 };
 
@@ -62,6 +73,13 @@ ForwardPlan common(const Problem& p) {
       p.dv * size_of(p.dtypes.out) % kCopyAlignment == 0 && not_addressable(shapes.o).empty();
   plan.store = rows ? ForwardPlan::Store::kRows : ForwardPlan::Store::kElements;
   return plan;
+}
+
+/// What takes the registers that the widest plain tile would need: a bound of keys on the left,
+/// lengths of q, and ptxas from compute capability 10.0 on, whatever the options.
+bool is_crowded(const Problem& p, const Card& card) {
+  const AnyForwardKey key = any_forward_key(p);
+  return key.has_left || key.seqused_q || card.target.capability >= 100;
 }
 
 /// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
@@ -139,10 +157,13 @@ std::string forward_rejects(const Problem& p) {
 std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
-  const int scores = p.has(Arg::kBias) || p.expressions.given() ? Tile::kBiased
-                     : p.dropout_p > 0                          ? Tile::kDropped
-                     : transforms(p)                            ? Tile::kTransformed
-                                                                : Tile::kPlain;
+  const bool biased = p.has(Arg::kBias) || p.expressions.given(), dropped = p.dropout_p > 0;
+  const int scores = biased && dropped     ? Tile::kBiasedDropped
+                     : biased              ? Tile::kBiased
+                     : dropped             ? Tile::kDropped
+                     : transforms(p)       ? Tile::kTransformed
+                     : is_crowded(p, card) ? Tile::kCrowded
+                                           : Tile::kPlain;
   for (const Tile& tile : kTiles) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;

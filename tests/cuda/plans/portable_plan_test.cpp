@@ -59,6 +59,37 @@ TEST(PortablePlan, WarpsHave32RowsWhereTensorCoresAreFast) {
   }
 }
 
+// 48 keys leave no registers for more than plain scores, and from 10.0 on none at all.
+TEST(PortablePlan, WideTilesHave32KeysWhereRegistersAreFew) {
+  const auto keys = [](const test::ForwardShape& shape, const char* card_name, int capability) {
+    Card card = card_called(card_name);
+    card.target = {capability, Target::Form::kCubin};
+    std::vector<std::string> rejected;
+    const auto tiles = forward_candidates(forward_problem(shape), card, &rejected);
+    return tiles.at(0).plan.block_keys;
+  };
+  EXPECT_EQ(keys({.d = 128}, "a100", 80), 48);
+  EXPECT_EQ(keys({.d = 128, .mask = causal()}, "a100", 80), 48);
+  EXPECT_EQ(keys({.d = 128, .mask = window(128, 0)}, "a100", 80), 32);
+  EXPECT_EQ(keys({.d = 128, .mask = chunked(64)}, "a100", 80), 32);
+  EXPECT_EQ(keys({.d = 128, .softcap = 9}, "a100", 80), 32);
+  EXPECT_EQ(keys({.d = 128, .dropout = 0.1}, "a100", 80), 32);
+  EXPECT_EQ(keys({.d = 128}, "b200", 100), 32);
+}
+
+// With a bias and dropout a third CTA of an SM would have too few registers.
+TEST(PortablePlan, ABiasWithDropoutTakesTheRegistersOfAThirdCta) {
+  const auto residents = [](bool bias, double dropout) {
+    Problem p = forward_problem({.d = 64, .dropout = dropout});
+    p.given.set(Arg::kBias, bias);
+    std::vector<std::string> rejected;
+    return forward_candidates(p, card_called("a100"), &rejected).back().plan.residents;
+  };
+  EXPECT_EQ(residents(false, 0.1), 3);
+  EXPECT_EQ(residents(true, 0), 3);
+  EXPECT_EQ(residents(true, 0.1), 2);
+}
+
 TEST(PortablePlan, AFasterCardIsPredictedToTakeFewerCycles) {
   const Problem p = forward_problem({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .d = 128});
   Card slow = card_called("4090"), fast = slow;

@@ -42,7 +42,14 @@ __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, fl
                                               const ScoreHead& head, const Strip& strip, const Lengths& n, int batch,
                                               int tile, bool masked) {
   const int key = tile * kBlockKeys + int(thread_column());
-  const int row = strip.row + int(warp_row() + thread_row());
+  // The compiler would divide ahead of the loop, and keep what comes of it where registers are full.
+  int first_row = strip.row;
+  if constexpr (kHasChunk) {
+    u32 now[1] = {u32(first_row)};
+    register_fence(now);
+    first_row = int(now[0]);
+  }
+  const int row = first_row + int(warp_row() + thread_row());
   const ScoreContext at = score_context(head, row, diagonal_of(band_of(p), n, row), key);
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
@@ -55,7 +62,7 @@ __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, fl
     for (int i = 0; i < kBlockKeys / 2; ++i)
       if (mask_mod_hides(p, at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1)))) S[i] = -infinity();
   }
-  VisibleKeys visible = visible_keys_of_strip(p, n.sk, diagonal_of(band_of(p), n, strip.row));
+  VisibleKeys visible = visible_keys_of_strip(p, n.sk, diagonal_of(band_of(p), n, first_row));
   if (kTree) {
     visible.tokens = n.sk - n.sq;
 #pragma unroll
