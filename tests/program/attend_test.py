@@ -378,6 +378,16 @@ def test_existing_output_is_replaced_through_a_link(folder):
     assert listing(folder / "real") == ["target.npy"]
 
 
+def test_links_that_lead_nowhere_stay_links(folder):
+    (folder / "out.npy").symlink_to("made.npy")
+    succeeds(*FORWARD, cwd=folder)
+    assert (folder / "out.npy").is_symlink()
+    assert np.load(folder / "made.npy").shape == (2, 37, 4, 16)
+    (folder / "lse.npy").symlink_to("no/such/folder/lse.npy")
+    fails(*FORWARD, "--lse", "lse.npy", says=["No such file"], cwd=folder)
+    assert (folder / "lse.npy").is_symlink()
+
+
 def test_expressions(folder):
     """Masks and scores by text, as the options make them, and the gradient of a tensor of every score."""
     pair = RNG.standard_normal((4, 37, 53)).astype(np.float32)

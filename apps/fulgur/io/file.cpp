@@ -32,7 +32,8 @@ class Descriptor {
   int fd_;
 };
 
-/// Where `path` leads: a symbolic link is followed, so that the file that it points to is replaced.
+/// Where `path` leads: a symbolic link is followed, so that the file that it points to is replaced,
+/// or made where there is none.
 std::string target_of(const std::string& path) {
   if (path.empty()) fail("output", "the path is empty");
   std::error_code error;
@@ -40,12 +41,18 @@ std::string target_of(const std::string& path) {
   if (!std::filesystem::status_known(status)) {
     fail(path, "cannot be written: {}", error.message());
   }
-  if (!std::filesystem::exists(status)) return path;
+  if (!std::filesystem::exists(status)) {
+    const std::filesystem::path link = path;
+    if (!std::filesystem::is_symlink(std::filesystem::symlink_status(link, error))) return path;
+    return target_of((link.parent_path() / std::filesystem::read_symlink(link)).string());
+  }
   if (!std::filesystem::is_regular_file(status)) {
     fail(path, "exists and is not a regular file, so it cannot be replaced");
   }
   if (::access(path.c_str(), W_OK) != 0) fail(path, "cannot be written: {}", reason());
-  return std::filesystem::canonical(path, error).string();
+  const std::string target = std::filesystem::canonical(path, error).string();
+  if (error) fail(path, "cannot be written: {}", error.message());  // a file that is deleted
+  return target;
 }
 
 struct Temporary {

@@ -534,8 +534,8 @@ static void groups(const fulgur_forward_args* args, const fulgur_backward_args* 
   size_t count = 0;
   CHECK(fulgur_rows_of(FULGUR_ROWS_ZIGZAG, 256, 2, 1, NULL, rows, 2, &count) == FULGUR_OK);
   CHECK(count == 128 && rows[0] == 64 && rows[1] == 65 && rows[2] == -1);
-  CHECK(fulgur_rows_of(3, 256, 2, 1, NULL, NULL, 0, NULL) == FULGUR_INVALID_ARGUMENT);
-  CHECK(strcmp(fulgur_last_error(), "sharding: got 3, want a fulgur_sharding") == 0);
+  CHECK(fulgur_rows_of(4, 256, 2, 1, NULL, NULL, 0, NULL) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "sharding: got 4, want a fulgur_sharding") == 0);
 
   fulgur_group* group;
   int rank = -1, ranks = -1;

@@ -245,9 +245,16 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
       std::vector<std::string> rejected;
       for (const auto& [plan, cycles, tuned_only] :
            forward_candidates(forward_problem({.d = d, .dv = dv}), {}, &rejected)) {
-        const kernels::ForwardLayout map = kernels::forward_layout(
-            {operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers, plan.block_keys,
-             plan.q_stages, plan.k_stages, plan.v_stages});
+        const bool maps_tiles = (d / 16) % 2 == 0;
+        const kernels::ForwardLayout map = kernels::forward_layout({.types = operands_of(plan),
+                                                                    .head_dim = plan.head_dim,
+                                                                    .value_dim = plan.value_dim,
+                                                                    .consumers = plan.consumers,
+                                                                    .block_keys = plan.block_keys,
+                                                                    .q_stages = plan.q_stages,
+                                                                    .k_stages = plan.k_stages,
+                                                                    .v_stages = plan.v_stages,
+                                                                    .maps_tiles = maps_tiles});
         struct Region {
           int begin, bytes, alignment;
         };
@@ -261,6 +268,8 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
             {map.v_tail, 8, 8},
             {map.last, 4 * plan.consumers, 4},
             {map.dropout_key, 8, 8},
+            {map.told, maps_tiles ? static_cast<int>(sizeof(kernels::ToldTile)) * plan.k_stages : 0,
+             16},
             {map.view, static_cast<int>(sizeof(kernels::View)) * plan.q_stages * plan.consumers,
              16}};
         for (int i = 0; i < plan.q_stages * plan.consumers; ++i) {
