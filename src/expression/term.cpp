@@ -129,8 +129,8 @@ Expr simplified(Op op, const std::vector<Expr>& x) {
       return inner.content.op == op ? Expr(inner.operands[0]) : Expr();
     }
     case Op::kSelect:
-      if (is_literal(x[0])) return x[0].term()->content.value != 0 ? x[1] : x[2];
-      return x[1].term() == x[2].term() ? x[1] : Expr();
+      if (!is_literal(x[0])) return {};
+      return x[0].term()->content.value != 0 ? x[1] : x[2];
     default:
       return {};
   }

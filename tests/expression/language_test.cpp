@@ -173,6 +173,7 @@ TEST(Text, IsThatOfC) {
            "30.0 * tanh(score / 30.0)",
            "t1 = q // 16; t1 * t1 + (k - 3) % 4 < 7 || !(q == k)",
            "select(delta <= 0, score, -inf)",
+           "t1 = tanh(score); select(delta <= 0, t1, t1)",
            "(q & 3 | k << 2) >> 1 != sk - (sq - q0)",
            "-score * -2.5e-07 + pow(score, 2.0) - exp2(floor(score))",
            "(q < k) == (h < hk)",
