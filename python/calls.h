@@ -37,8 +37,8 @@ void for_each_option(Visit&& visit, Options& options) {
   visit("deterministic", options.deterministic);
 }
 
-/// k and v have the dtype of q, as their gradients and PyTorch and JAX themselves want it, or codes.
-/// Throws Error(kInvalidArgument). What q may be, and which codes, the call says.
+/// k and v have the dtype of q, as their gradients and PyTorch and JAX themselves want it, or
+/// codes. Throws Error(kInvalidArgument). What q may be, and which codes, the call says.
 inline void check_one_dtype(const ForwardArgs& args) {
   if (args.q.dtype > DType::kF64) return;
   for (const auto& [name, t] : {std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {

@@ -53,8 +53,8 @@ struct QuantizeArgs {
 };
 
 /// Rounds numbers to codes, by scales that are as small as the numbers that share one let them be
-/// (docs/contract.md). Of `options` it takes the threads, of `run` the stream. All tensors are on one
-/// device; on cuda it only launches, as append() does, and takes no f64. Throws Error:
+/// (docs/contract.md). Of `options` it takes the threads, of `run` the stream. All tensors are on
+/// one device; on cuda it only launches, as append() does, and takes no f64. Throws Error:
 /// kInvalidArgument, kUnsupported.
 FULGUR_API void quantize(const QuantizeArgs& args, const Options& options = {},
                          const Run& run = {});

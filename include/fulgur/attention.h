@@ -21,8 +21,8 @@ namespace fulgur {
 /// keys, side by side. Masks, ALiBi and dropout then count them as the larger call does. With
 /// Options::invariant an output, and a gradient of the rows of q or of keys that the call has all
 /// of the others for, has the bits of the larger call where `query` and `key` are multiples of 64
-/// and inputs are finite. Only of sequences of one length, without caches, a tree mask and
-/// expressions.
+/// and inputs are finite. Only of sequences of one length, without caches and a tree mask, and on
+/// GPUs without expressions.
 struct Origin {
   int64_t batch = 0, head = 0, query = 0, key = 0;  ///< the first ones; key a multiple of 4
   int64_t heads = 0, queries = 0, keys = 0;  ///< of the larger call; 0: it ends where this one does

@@ -98,12 +98,8 @@ Sequence whole_sequence(const Problem& p) {
 }
 
 expression::Place place_of(const Problem& p, int64_t b, int64_t h, const Sequence& s) {
-  expression::Place place{.b = b,
-                          .h = h,
-                          .hk = h / p.group(),
-                          .sq = s.sq,
-                          .sk = s.sk,
-                          .q0 = p.packed ? s.q_begin : 0};
+  expression::Place place{
+      .b = b, .h = h, .hk = h / p.group(), .sq = s.sq, .sk = s.sk, .q0 = p.packed ? s.q_begin : 0};
   if (const Origin& o = p.origin; o != Origin{}) {
     place.larger = {o.batch, o.head,           o.head / p.group(), o.query,
                     o.key,   o.queries - p.sq, o.keys - p.sk};

@@ -395,9 +395,8 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
     }
     ASSERT_NE(got.buffers[0].bytes, a.buffers[0].bytes);
     for (size_t i = 0; i < got.buffers.size(); ++i) {
-      const auto [one, other] =
-          std::mismatch(got.buffers[i].bytes.begin(), got.buffers[i].bytes.end(),
-                        want.buffers[i].bytes.begin());
+      const auto [one, other] = std::mismatch(
+          got.buffers[i].bytes.begin(), got.buffers[i].bytes.end(), want.buffers[i].bytes.begin());
       ASSERT_TRUE(one == got.buffers[i].bytes.end())
           << "buffer " << i << " byte " << one - got.buffers[i].bytes.begin() << ": " << +*one
           << " and " << +*other;

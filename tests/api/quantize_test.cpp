@@ -235,10 +235,9 @@ TEST_P(Quantizing, GivesTheSameBits) {
     const DType dtype = one_of({DType::kF32, DType::kBF16, DType::kF16});
     const int64_t b = one_of<int64_t>({1, 3}), s = one_of<int64_t>({1, 7, 70}),
                   h = one_of<int64_t>({1, 2, 5}), d = one_of<int64_t>({32, 64, 96, 256});
-    const K kind = scaled_inside(format)
-                       ? K::kNone
-                       : one_of({K::kNone, K::kTensor, K::kHeads, K::kSequencesAndHeads, K::kRows,
-                                 K::kGroups});
+    const K kind = scaled_inside(format) ? K::kNone
+                                         : one_of({K::kNone, K::kTensor, K::kHeads,
+                                                   K::kSequencesAndHeads, K::kRows, K::kGroups});
     const bool zero = kind != K::kNone && has_zero_point(format) && random_() % 2 == 0;
     const bool fixed = kind != K::kNone && random_() % 4 == 0, odd_ones = random_() % 3 == 0;
     SCOPED_TRACE(testing::Message()
@@ -259,9 +258,8 @@ TEST_P(Quantizing, GivesTheSameBits) {
       if (fixed) std::copy(one.bytes.begin(), one.bytes.end(), other.bytes.begin());
       return other;
     };
-    Buffer codes(format, {b, s, h, d}), scale = like(want.scale),
-                                        zero_point = like(want.zero_point),
-                                        back(dtype, {b, s, h, d});
+    Buffer codes(format, {b, s, h, d}),
+        scale = like(want.scale), zero_point = like(want.zero_point), back(dtype, {b, s, h, d});
     EngineMemory memory(engine());
     for (Buffer* const one : {&x, &codes, &scale, &zero_point, &back})
       memory.keep(std::as_writable_bytes(std::span(one->bytes)));
@@ -287,10 +285,11 @@ TEST_P(Quantizing, TensorsAreOnOneDevice) {
   for (Buffer* const one : {&x, &codes}) memory.keep(std::as_writable_bytes(std::span(one->bytes)));
   const Tensor there = memory.at(x.t);
   if (there.device.type == DeviceType::kCpu) return;
-  EXPECT_EQ(message_of([&] { quantize({there, memory.at(codes.t)}); }),
+  EXPECT_EQ(message_of([&] {
+              quantize({there, memory.at(codes.t)});
+            }),
             "x: got f64, quantize on cuda takes none of it");
-  EXPECT_EQ(message_of([&] { quantize({there, codes.t}); }),
-            "codes: on cpu, want cuda:0 as x");
+  EXPECT_EQ(message_of([&] { quantize({there, codes.t}); }), "codes: on cpu, want cuda:0 as x");
 }
 
 FULGUR_EVERY_ENGINE(Quantizing);

@@ -41,8 +41,8 @@ FULGUR_API std::vector<int64_t> rows_of(Sharding sharding, int64_t length, int r
 FULGUR_API std::vector<int64_t> rows_of(Sharding sharding, std::span<const int32_t> cu_seqlens,
                                         int ranks, int rank, const Mask& mask = causal());
 
-/// A call that all ranks compute together, decided once, on CPUs or on GPUs of one machine; each run
-/// takes memory of workspace_bytes().
+/// A call that all ranks compute together, decided once, on CPUs or on GPUs of one machine; each
+/// run takes memory of workspace_bytes().
 class FULGUR_API DistributedPlan {
  public:
   struct Impl;

@@ -84,6 +84,19 @@ int64_t AnyBackwardKey::dq_accum_floats(int64_t rows) const {
   return accumulates_dq() ? rows * kernels::dq_panels_of(head_dim) * kPanelColumns : 0;
 }
 
+AnyBackwardKey reduce_key(const AnyBackwardKey& key) {
+  AnyBackwardKey of_parts;
+  of_parts.dtypes = key.dtypes;
+  of_parts.head_dim = key.head_dim;
+  of_parts.value_dim = key.value_dim;
+  of_parts.block_keys = key.block_keys;
+  of_parts.has_right = key.repairs();  // either bound has the same text
+  of_parts.packed = key.packed;
+  of_parts.f32_key_gradients = key.f32_key_gradients;
+  of_parts.elements = key.elements;
+  return of_parts;
+}
+
 AnyForwardKey map_key(const AnyBackwardKey& of) {
   AnyForwardKey key;
   static_cast<KernelKey&>(key) = of;

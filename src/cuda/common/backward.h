@@ -93,6 +93,8 @@ AnyBackwardWorkspace backward_workspace(const Problem& problem, const AnyBackwar
 
 /// Of the mask and the lengths of a backward pass, what a map of its tiles depends on.
 AnyForwardKey map_key(const AnyBackwardKey& key);
+/// What kernels that add up parts of dK and dV depend on, of the key of those that compute them.
+AnyBackwardKey reduce_key(const AnyBackwardKey& key);
 inline MapTiles map_tiles(const AnyBackwardKey& key) {
   return {.block_rows = key.block_rows,
           .block_keys = key.block_keys,

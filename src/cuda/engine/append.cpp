@@ -32,9 +32,7 @@ void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const Appe
 }
 
 /// Throws Error(kUnsupported).
-void refuse(const AppendCall& call) {
-  refuse_f64("k_cache", call.args.rows.k_cache, "append");
-}
+void refuse(const AppendCall& call) { refuse_f64("k_cache", call.args.rows.k_cache, "append"); }
 
 class CudaAppendStep final : public AppendStep {
  public:

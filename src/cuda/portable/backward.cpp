@@ -27,14 +27,7 @@ KernelUse keys_kernel(const BackwardPlan& plan) {
 /// dK and dV of splits.
 KernelUse reduce_kernel(const BackwardPlan& plan) {
   BackwardKey key;
-  key.dtypes = plan.dtypes;
-  key.head_dim = plan.head_dim;
-  key.value_dim = plan.value_dim;
-  key.block_keys = plan.block_keys;
-  key.has_right = plan.repairs();  // either bound has the same text
-  key.packed = plan.packed;
-  key.f32_key_gradients = plan.f32_key_gradients;
-  key.elements = plan.elements;
+  static_cast<AnyBackwardKey&>(key) = reduce_key(plan);
   key.splits_heads = true;
   return {{"portable/backward/reduce.cu", kernel_config(key)}, "fulgur_portable_reduce", 0};
 }

@@ -69,15 +69,8 @@ BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
 
 KernelUse reduce_kernel(const BackwardPlan& plan) {
   BackwardKey key;
-  key.dtypes = plan.dtypes;
-  key.head_dim = plan.head_dim;
-  key.value_dim = plan.value_dim;
+  static_cast<AnyBackwardKey&>(key) = reduce_key(plan);
   key.consumers = plan.consumers;
-  key.block_keys = plan.block_keys;
-  key.has_right = plan.repairs();  // either bound has the same text
-  key.packed = plan.packed;
-  key.f32_key_gradients = plan.f32_key_gradients;
-  key.elements = plan.elements;
   return use("sm90/backward/reduce.cu", key, "fulgur_backward_reduce", 0);
 }
 
