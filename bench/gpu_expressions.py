@@ -1,4 +1,4 @@
-"""Times calls with score_mod and mask_mod on a GPU beside PyTorch's compiled flex_attention: TFLOP/s of the scores that
+"""Times calls with score_mod and mask_mod on a GPU and PyTorch's compiled flex_attention: TFLOP/s of the scores that
 are seen, and microseconds of the kernels that map tiles. Each case is a process, so that compilers run at once; they
 take turns at the GPU.
 

@@ -129,10 +129,10 @@ def as_tuple(results):
 class Bench:
     """Measures cases of a pass."""
 
-    def __init__(self, fulgur, which, generator, beside):
+    def __init__(self, fulgur, which, generator, others):
         self.fulgur, self.which, self.generator = fulgur, which, generator
         self.peers, self.installed = peers_of(which)
-        self.beside = beside  # what is no attention, by name: function and flops
+        self.others = others  # what is no attention, by name: function and flops
 
     def ours(self, case, tensors):
         """Our pass, and its results as tensors."""
@@ -163,7 +163,7 @@ class Bench:
             sys.exit(f"gpu_report.py: {self.which}, {case}: no peer agrees: {differences}")
         row = {**case.row(), "difference_from": differences, "lacking": lacking}
         flops = dict.fromkeys(candidates, case.flops(self.which == "backward"))
-        for name, (run, count) in self.beside.items():
+        for name, (run, count) in self.others.items():
             candidates[name], flops[name] = run, count
         times, row["not_captured"] = turns(candidates, *BURSTS[self.which])
         for name, ms in times.items():

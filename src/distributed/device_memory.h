@@ -1,5 +1,5 @@
 /// Memory of a GPU. Copy engines bring rows from other ranks, whose memory is opened here, so that
-/// transfers take no SM and hide behind attention.
+/// transfers take no SM and overlap attention.
 #pragma once
 
 #include <array>

@@ -36,7 +36,7 @@ class CodedCall {
     code(w.forward.q, group, &Rows::q_begin, &tensors.q, &tensors.q_descale);
     code(w.forward.k, 1, &Rows::k_begin, &tensors.k, &tensors.k_descale);
     code(w.forward.v, 1, &Rows::k_begin, &tensors.v, &tensors.v_descale);
-    if (w.c.sinks) {  // beside codes they are f32
+    if (w.c.sinks) {  // with codes they are f32
       const std::array shape{w.c.hq}, strides{int64_t{1}};
       tensors.sinks = storages_.emplace_back(DType::kF32, w.c.hq).view(0, shape, strides);
       write(tensors.sinks, read(w.forward.sinks));

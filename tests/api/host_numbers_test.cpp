@@ -363,10 +363,10 @@ std::vector<Bits> appended_bits(const AppendTensors& t) {
 TEST_P(HostMetadata, OfAppend) {
   for (const AppendCase& c : append_cases()) {
     SCOPED_TRACE(c.name());
-    Appended beside(c, 1);
-    prepare(beside);
-    if (!computes([&] { beside.run(); })) continue;
-    const auto want = appended_bits(beside.args);
+    Appended expected(c, 1);
+    prepare(expected);
+    if (!computes([&] { expected.run(); })) continue;
+    const auto want = appended_bits(expected.args);
     for (const unsigned which : {+kCuQ, +kCuK, +kUsed, +kPositions, kCuK | kUsed, +kAll}) {
       SCOPED_TRACE(which);
       Appended a(c, 1);

@@ -108,7 +108,7 @@ TEST_F(Libraries, ToolkitPlacesInOrder) {
   const fs::path home = make("home/lib64"), path = make("path/targets/x86_64-linux/lib");
   const fs::path venv = make("venv/lib/python3.11/site-packages/nvidia/cuda_nvrtc/lib");
   const fs::path other = make("other/lib/python3.9/site-packages/nvidia/cu13/lib");
-  const fs::path beside = make("own/site-packages/nvidia/cu13/lib");
+  const fs::path own = make("own/site-packages/nvidia/cu13/lib");
   const fs::path older = make("own/site-packages/nvidia/cuda_nvrtc/lib");
   make("other/bin");
   std::ofstream(root_ / "other/bin/python3") << "";
@@ -121,7 +121,7 @@ TEST_F(Libraries, ToolkitPlacesInOrder) {
   EXPECT_EQ(position(all, path), 1u);
   const size_t loader = position(all, ""),
                system = position(all, fs::weakly_canonical("/usr/local/cuda/lib"));
-  for (const fs::path& wheel : {beside, older}) {
+  for (const fs::path& wheel : {own, older}) {
     EXPECT_LT(position(all, wheel), loader);
     EXPECT_LT(position(all, wheel), system);
   }

@@ -170,15 +170,15 @@ void fill_ints(Owned& o, Reader& in, bool wild, int64_t step) {
 template <class Struct>
 struct Newer {
   Struct known{};
-  uint8_t behind[16] = {};
+  uint8_t after[16] = {};
 
   Newer() { known.struct_size = sizeof(Struct); }
 
   /// Another size, of memory that is there, and perhaps a field that the library does not know.
   void change(Reader& in) {
-    known.struct_size = in.byte() % (sizeof(Struct) + sizeof(behind) + 1);
+    known.struct_size = in.byte() % (sizeof(Struct) + sizeof(after) + 1);
     const uint8_t at = in.byte();
-    behind[at % sizeof(behind)] = in.byte();
+    after[at % sizeof(after)] = in.byte();
   }
 };
 

@@ -97,7 +97,7 @@ def test_random_functions_on_older_cpus(target):
 
 
 def test_documents_and_other_masks():
-    """Masks that hide whole tiles, beside the other options and alone."""
+    """Masks that hide whole tiles, with the other options and alone."""
     q, k, v = arrays(1, sq=300, sk=300)
     doc = np.repeat(np.arange(5, dtype=np.int32), 60)[None].repeat(2, 0)
     for mask_mod in (

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
-# Errors of out, dq, dk and dv beside float64, for each mask.
+# Errors of out, dq, dk and dv against float64, for each mask.
 SCRIPT = """
 import json, math, sys
 sys.path.insert(0, sys.argv[1])

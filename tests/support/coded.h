@@ -35,7 +35,7 @@ inline double float8(uint8_t bits, int exponent_bits) {
   return bits & 128 ? -x : x;
 }
 
-/// Number i of a row of codes, without a scale beside it.
+/// Number i of a row of codes, without a scale.
 inline double decoded(DType format, const uint8_t* row, int64_t i) {
   const auto nibble = [](uint8_t byte, bool upper) { return upper ? byte >> 4 : byte & 15; };
   if (format == DType::kE4M3) return float8(row[i], 4);

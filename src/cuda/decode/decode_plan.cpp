@@ -163,7 +163,7 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   plan.value_dim = in_chunks(plan.value_dim, p.dtypes.v);
   plan.k_zero_point = p.has(Arg::kKZeroPoint);
   plan.v_zero_point = p.has(Arg::kVZeroPoint);
-  // Those of sequences and kv heads are read once a work tile, but beside zero points.
+  // Those of sequences and kv heads are read once a work tile, unless there are zero points.
   const auto scales_of_key = [](const Scales& scales, bool zero_point) {
     return scales.of_rows || zero_point ? static_cast<int>(scales.groups) : 0;
   };

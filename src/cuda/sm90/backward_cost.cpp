@@ -135,7 +135,7 @@ double BackwardCost::semaphore_factor() const {
   }
   const bool in_step = plan_.has_right && !plan_.has_left && blocks.order == kAscending;
   if (one_panel || in_step) return one_panel ? 1.0 : 1.25;
-  // While a block iterates over several q heads it falls behind the others, and their rows leave
+  // While a block iterates over several q heads it is later than the others, and their rows leave
   // L2: the more so, the more rounds of blocks a section has.
   const int rounds = ceil_div(blocks.section_heads * blocks.blocks, sms_);
   return 1.04 + (plan_.split_heads > 1 ? 0.1 * (rounds - 1) : 0);

@@ -24,7 +24,7 @@ struct Rows {
 
 __device__ __forceinline__ Rows rows_without_keys() { return {{infinity(), infinity()}, {0, 0}}; }
 
-// Beside products of 8 bits the sums of a tile are taken of the rounded P, two at a time: they bind there. A thread adds
+// With products of 8 bits the sums of a tile are taken of the rounded P, two at a time: they bind there. A thread adds
 // so few numbers of a row that sums of f16 are as good as P.
 enum : int { kSumsWords = ElementQ::kType == kE4M3 && ElementP::kType != kE4M3 };
 

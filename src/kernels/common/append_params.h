@@ -12,7 +12,7 @@ struct AppendScales {
 // What makes codes of rows.
 struct AppendCodes {
   int format;   // the Element (host_device/element.h); 0: rows stay as they are
-  int groups;   // of columns with a scale each; 0: codes have no scales beside them
+  int groups;   // of columns with a scale each; 0: codes have no scales in tensors of their own
   int of_rows;  // scales lie as the rows do; else by sequence and head
   int fits;     // scales are made of the numbers, and written; else they are read
   AppendScales scale, zero_point;  // data is null where there is none

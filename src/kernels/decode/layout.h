@@ -16,7 +16,7 @@ enum : int {
 // What the map depends on: constants of kernel_config.h.
 struct DecodeTile {
   Operands types, stored;
-  int scales;  // numbers beside the codes of a key that a tile has with it
+  int scales;  // numbers with the codes of a key that a tile has with it
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
 };
 
@@ -58,7 +58,7 @@ struct DecodeLayout {
   int exchange;                          // [warp group][row][exchange_stride]: columns of O
   int stats;                             // [warp group][row]{shift, sum}, then {factor, sum}
   int totals;                            // [row]{shift, sum}
-  int q_factors;                         // [row]: what Q was divided by, beside codes
+  int q_factors;                         // [row]: what Q was divided by, with codes
   int work_tiles;                        // 16 ints a warp: WorkTiles
   int schedule;                          // 16 ints: what a schedule has for the whole CTA
   int slots;                             // Dynamic: [slot]{16 bytes}: splits, then [2][slot]: barriers

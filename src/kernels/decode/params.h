@@ -8,7 +8,7 @@
 //                   its sequence and kv head
 //   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
-//   kValueDim       dv rounded up to 16 (<= 256); both to 32 beside codes of 4 bits
+//   kValueDim       dv rounded up to 16 (<= 256); both to 32 with codes of 4 bits
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile

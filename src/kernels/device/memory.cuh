@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
 }
 
 // 0, by way of a packed pair of numbers that are not negative: what is computed from it stays after them.
-__device__ __forceinline__ u32 behind(u32 packed) { return packed >> 31; }
+__device__ __forceinline__ u32 zero_after(u32 packed) { return packed >> 31; }
 
 // A struct of ints, 16 bytes at a time.
 template <class T>

@@ -400,7 +400,7 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
                  "takes no low-bit v (int8) but e4m3");
   expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kBF16; }),
                  "takes a q of e4m3 with k and v of e4m3, got v of bf16");
-  // Beside a q of 16 bits decode kernels take k and v of some formats.
+  // With a q of 16 bits decode kernels take k and v of some formats.
   const auto cached = [&](DType k, DType v) {
     return with([&](ForwardArgs& a) {
       a.q.dtype = a.out.dtype = DType::kBF16;

@@ -38,23 +38,23 @@ TEST_F(Graphs, ReplayWhatWasCaptured) {
 TEST_F(Graphs, ReplayBesideOtherCalls) {
   const Stream stream, other;
   for (const auto& shape : {few_tiles, many_tiles}) {
-    const DeviceCall call = shape(1), beside = shape(2);
+    const DeviceCall call = shape(1), between = shape(2);
     std::optional<Plan> plan = fulgur::plan(call.args());
-    const Plan plan_beside = fulgur::plan(beside.args());
+    const Plan plan_between = fulgur::plan(between.args());
     EXPECT_TRUE(shape != few_tiles || splits(*plan));
-    const auto result = call.result_of(*plan), result_beside = beside.result_of(plan_beside);
+    const auto result = call.result_of(*plan), result_between = between.result_of(plan_between);
     const Graph graph(stream, [&] { plan->run(call.args(), stream.run()); });
     plan.reset();
-    beside.poison(other.get());
+    between.poison(other.get());
     for (int i = 0; i < 300; ++i) {
-      for (int n = 0; n < 3; ++n) plan_beside.run(beside.args(), other.run());
+      for (int n = 0; n < 3; ++n) plan_between.run(between.args(), other.run());
       call.poison(stream.get());
       graph.launch(stream);
       stream.synchronize();
       ASSERT_EQ(call.result(), result) << "replay " << i;
     }
     other.synchronize();
-    EXPECT_EQ(beside.result(), result_beside);
+    EXPECT_EQ(between.result(), result_between);
   }
 }
 
@@ -86,20 +86,20 @@ TEST_F(Graphs, ReplayLayers) {
 // A graph and runs of its plan on another stream.
 TEST_F(Graphs, ReplayBesideRunsOfTheirPlan) {
   const Stream stream, other;
-  const DeviceCall call = few_tiles(3), beside = few_tiles(4);
+  const DeviceCall call = few_tiles(3), between = few_tiles(4);
   const Plan plan = fulgur::plan(call.args());
-  const auto result = call.result_of(plan), result_beside = beside.result_of(plan);
+  const auto result = call.result_of(plan), result_between = between.result_of(plan);
   const Graph graph(stream, [&] { plan.run(call.args(), stream.run()); });
   for (int i = 0; i < 100; ++i) {
     call.poison(stream.get());
-    beside.poison(other.get());
-    plan.run(beside.args(), other.run());
+    between.poison(other.get());
+    plan.run(between.args(), other.run());
     graph.launch(stream);
-    plan.run(beside.args(), other.run());
+    plan.run(between.args(), other.run());
     stream.synchronize();
     other.synchronize();
     ASSERT_EQ(call.result(), result) << "replay " << i;
-    ASSERT_EQ(beside.result(), result_beside) << "with replay " << i;
+    ASSERT_EQ(between.result(), result_between) << "with replay " << i;
   }
 }
 

@@ -1,4 +1,4 @@
-"""score_mod and mask_mod of fulgur.jax: gradients beside JAX's own in float64, transformations, what is refused."""
+"""score_mod and mask_mod of fulgur.jax: gradients against JAX's own in float64, transformations, what is refused."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""fulgur.torch.flex_attention beside PyTorch's, and its gradients beside autograd's of the formula."""
+"""fulgur.torch.flex_attention against PyTorch's, and its gradients against autograd's of the formula."""
 
 import math
 import warnings

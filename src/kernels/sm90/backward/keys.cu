@@ -238,7 +238,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       for (;;) {
         // dP^T - D = V dO^T - D, then dV += P^T dO. dV has no dropped entries; D counts for them, too.
         o.wait_full();
-        const u32 delta = delta_of(o) + 4 * thread_column() + behind(P[kBlockRows / 4 - 1]);
+        const u32 delta = delta_of(o) + 4 * thread_column() + zero_after(P[kBlockRows / 4 - 1]);
         if (!kDropout) start_from_delta(X, delta);
         u32 Z[kBlockRows / 4];  // P^T without dropped entries
 #pragma unroll
