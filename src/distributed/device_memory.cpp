@@ -199,22 +199,10 @@ CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
   return other.data + offer.offset;
 }
 
-auto DeviceMemory::tell(const std::vector<Offer>& mine, size_t bytes) -> std::vector<Offer> {
-  std::vector<Offer> theirs(group_.ranks);
-  std::vector<std::span<const std::byte>> out(group_.ranks);
-  std::vector<std::span<std::byte>> in(group_.ranks);
-  for (int r = 0; r < group_.ranks; ++r) {
-    if (r == group_.rank) continue;
-    out[r] = std::as_bytes(std::span(&mine[r], 1)).first(bytes);
-    in[r] = std::as_writable_bytes(std::span(&theirs[r], 1)).first(bytes);
-  }
-  group_.exchange(out, in);
-  return theirs;
-}
-
-void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
-                            std::span<const std::span<std::byte>> receives) {
+std::vector<std::span<std::byte>> DeviceMemory::exchange(
+    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes) {
   const CurrentContext current(gpu_.context());
+  const std::vector<std::span<std::byte>> receives = room_to_receive(bytes);
   const Room& room = room_of(kSends);
   std::vector<Offer> mine(group_.ranks, {.handle = room.handle,
                                          .process = static_cast<uint64_t>(getpid()),
@@ -225,28 +213,24 @@ void DeviceMemory::exchange(std::span<const std::span<const std::byte>> sends,
     mine[r].bytes = sends[r].size();
   }
   finish();  // what is sent lies there, and what came in the last exchange is here
-  const std::vector<Offer> theirs = tell(mine, sizeof(Offer));
+  const std::vector<Offer> theirs = group_.tell(mine);
   unsettled_ = true;
   turn_ = 1 - turn_;
   for (int i = 1; i < group_.ranks; ++i) {
     const int r = (group_.rank + i) % group_.ranks;
-    if (theirs[r].bytes != receives[r].size()) {
-      throw Error(Status::kUnavailable,
-                  fmt::format("rank {} has {} bytes, want {}: all ranks make the same calls of a "
-                              "group in one order",
-                              r, theirs[r].bytes, receives[r].size()));
-    }
+    group_.check_bytes(r, theirs[r].bytes, bytes[r]);
     if (receives[r].empty()) continue;
     check(driver().cuMemcpyAsync(address(receives[r].data()), open(r, theirs[r]),
                                  receives[r].size(), stream_),
           "cuMemcpyAsync");
   }
+  return receives;
 }
 
 void DeviceMemory::settle() {
   if (!std::exchange(unsettled_, false)) return;
   finish();
-  tell(std::vector<Offer>(group_.ranks), 1);
+  group_.meet();
   const CurrentContext current(gpu_.context());
   for (const CUdeviceptr data : std::exchange(replaced_, {})) {
     check(driver().cuMemFree(data), "cuMemFree");

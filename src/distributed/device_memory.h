@@ -38,8 +38,8 @@ class DeviceMemory final : public OnStream<Memory> {
   DeviceMemory(Group::Impl& group, int index);
   ~DeviceMemory() override;
   std::byte* room(Use use, int64_t bytes) override;
-  void exchange(std::span<const std::span<const std::byte>> sends,
-                std::span<const std::span<std::byte>> receives) override;
+  std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
+                                             std::span<const int64_t> receives) override;
   void settle() override;
   std::unique_ptr<Order> computing(const Run& run) override;
 
@@ -61,8 +61,6 @@ class DeviceMemory final : public OnStream<Memory> {
   };
   Room& room_of(Use use) { return rooms_.at(use == kSends ? kUses + turn_ : uint64_t{use}); }
   cuda::CUdeviceptr open(int rank, const Offer& offer);
-  /// An offer of each rank, or the first byte of it.
-  std::vector<Offer> tell(const std::vector<Offer>& mine, size_t bytes);
 
   Group::Impl& group_;
   /// The last two are kSends in turn: a rank that comes to the next exchange has what it got in

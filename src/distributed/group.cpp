@@ -124,6 +124,14 @@ void Group::Impl::leave(const std::string& why) {
   transport_->abort(why);
 }
 
+void Group::Impl::check_bytes(int of_rank, int64_t bytes, int64_t want) const {
+  if (bytes == want) return;
+  throw Error(Status::kUnavailable,
+              fmt::format("rank {} has {} bytes, want {}: all ranks make the same calls of a group "
+                          "in one order",
+                          of_rank, bytes, want));
+}
+
 std::vector<std::string> Group::Impl::gather(const std::string& text) {
   // The sizes come with as much as most texts have.
   constexpr size_t kFirst = 4096;

@@ -41,6 +41,14 @@ struct Group::Impl {
   void leave(const std::string& why);
   std::string dead() const;
 
+  /// A value of every other rank: to rank r goes mine[r].
+  template <class T>
+  std::vector<T> tell(const std::vector<T>& mine);
+  /// Waits until all ranks have come here.
+  void meet() { tell(std::vector<std::byte>(ranks)); }
+  /// Throws Error(kUnavailable) where a rank has other bytes for this one than it wants.
+  void check_bytes(int of_rank, int64_t bytes, int64_t want) const;
+
   /// The texts of all ranks.
   std::vector<std::string> gather(const std::string& text);
   /// Throws, on all ranks alike, where any of them has an error, or where fields are not the same
@@ -49,8 +57,8 @@ struct Group::Impl {
                                           const distributed::Fields& fields,
                                           const std::vector<int64_t>& numbers);
 
-  /// Of the GPUs that plans have computed on.
-  std::map<int, std::shared_ptr<distributed::Memory>> on_devices;
+  /// Of the devices that plans have computed on: memory_of().
+  std::map<std::pair<DeviceType, int>, std::unique_ptr<distributed::Memory>> memories;
 
  private:
   std::unique_ptr<distributed::Transport> transport_;
@@ -58,5 +66,19 @@ struct Group::Impl {
   mutable std::mutex state_;
   std::string dead_;
 };
+
+template <class T>
+std::vector<T> Group::Impl::tell(const std::vector<T>& mine) {
+  std::vector<T> theirs(ranks);
+  std::vector<std::span<const std::byte>> sends(ranks);
+  std::vector<std::span<std::byte>> receives(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    if (r == rank) continue;
+    sends[r] = std::as_bytes(std::span(&mine[r], 1));
+    receives[r] = std::as_writable_bytes(std::span(&theirs[r], 1));
+  }
+  exchange(sends, receives);
+  return theirs;
+}
 
 }  // namespace fulgur

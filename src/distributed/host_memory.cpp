@@ -1,6 +1,9 @@
 #include "distributed/host_memory.h"
 
+#include <algorithm>
 #include <cstring>
+#include <optional>
+#include <utility>
 
 #include "base/convert.h"
 
@@ -20,7 +23,8 @@ void add_lines(const Lines& x) {
 
 }  // namespace
 
-void HostMemory::copy(const Part& from, const Part& to) {
+template <class Interface>
+void OnHost<Interface>::copy(const Part& from, const Part& to) {
   each_lines(from, to, [](const Lines& x) {
     if (x.side_by_side()) {
       std::memcpy(x.to, x.from, x.count * x.width);
@@ -32,13 +36,15 @@ void HostMemory::copy(const Part& from, const Part& to) {
   });
 }
 
-void HostMemory::add(const Part& from, const Part& to) {
+template <class Interface>
+void OnHost<Interface>::add(const Part& from, const Part& to) {
   each_lines(from, to, [&](const Lines& x) {
     to.dtype == DType::kF64 ? add_lines<double>(x) : add_lines<float>(x);
   });
 }
 
-void HostMemory::round(const Part& from, const Part& to) {
+template <class Interface>
+void OnHost<Interface>::round(const Part& from, const Part& to) {
   for (int64_t b = 0; b < to.shape[0]; ++b) {
     for (int64_t r = 0; r < to.shape[1]; ++r) {
       for (int64_t h = 0; h < to.shape[2]; ++h) {
@@ -54,15 +60,61 @@ void HostMemory::round(const Part& from, const Part& to) {
   }
 }
 
-void HostMemory::clear(const Part& part) { std::memset(part.data, 0, part.bytes()); }
+template <class Interface>
+void OnHost<Interface>::clear(const Part& part) {
+  std::memset(part.data, 0, part.bytes());
+}
 
-void HostMemory::download(void* to, const void* from, int64_t bytes) {
+template <class Interface>
+void OnHost<Interface>::download(void* to, const void* from, int64_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-void HostMemory::upload(void* to, const void* from, int64_t bytes) { std::memcpy(to, from, bytes); }
+template <class Interface>
+void OnHost<Interface>::upload(void* to, const void* from, int64_t bytes) {
+  std::memcpy(to, from, bytes);
+}
+
+template class OnHost<Order>;
+template class OnHost<Memory>;
+
+HostMemory::HostMemory(Group::Impl& group) : group_(group), others_(group.ranks) {
+  if (group.ranks == 1) return;
+  SharedRoom mine;
+  bool opened = true;
+  const auto trial = [&](const auto& of) {
+    try {
+      of();
+    } catch (const Error&) {
+      opened = false;
+    }
+  };
+  trial([&] {
+    mine = SharedRoom::make(sizeof(SharedRoom::Name));
+    std::memcpy(mine.data(), &mine.name(), sizeof(SharedRoom::Name));
+  });
+  const auto theirs = group.tell(std::vector(group.ranks, mine.name()));
+  for (int r = 0; r < group.ranks; ++r) {
+    if (r == group.rank) continue;
+    trial([&] {
+      const SharedRoom room = SharedRoom::open(theirs[r], sizeof(SharedRoom::Name));
+      opened &= std::memcmp(room.data(), &theirs[r], sizeof(SharedRoom::Name)) == 0;
+      opened &= theirs[r] != mine.name();
+    });
+  }
+  const auto all = group.agree({}, {}, {opened});
+  one_machine_ = std::ranges::all_of(all, [](const auto& of_rank) { return of_rank[0] == 1; });
+}
 
 std::byte* HostMemory::room(Use use, int64_t bytes) {
+  if (use == kSends && one_machine_) {
+    SharedRoom& room = sends_[turn_];
+    if (room.bytes() < bytes || room.data() == nullptr) {
+      room = SharedRoom::make(std::max<int64_t>(bytes, 1 << 16));
+      fresh_ = true;
+    }
+    return room.data();
+  }
   Room& room = rooms_[use];
   if (room.data == nullptr || room.bytes < bytes) {
     room = {};
@@ -72,13 +124,74 @@ std::byte* HostMemory::room(Use use, int64_t bytes) {
   return room.data.get() + (kAlignment - address % kAlignment);
 }
 
-void HostMemory::exchange(std::span<const std::span<const std::byte>> sends,
-                          std::span<const std::span<std::byte>> receives) {
-  group_.exchange(sends, receives);
+std::vector<std::span<std::byte>> HostMemory::exchange(
+    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes) {
+  if (!one_machine_) {
+    const auto receives = room_to_receive(bytes);
+    group_.exchange(sends, receives);
+    return receives;
+  }
+  const SharedRoom& room = sends_[turn_];
+  std::vector<Offer> mine(group_.ranks);
+  for (int r = 0; r < group_.ranks; ++r) {
+    mine[r] = {room.name(), room.bytes(), sends[r].empty() ? 0 : sends[r].data() - room.data(),
+               std::ssize(sends[r]), fresh_};
+  }
+  bool fresh = std::exchange(fresh_, false);
+  const std::vector<Offer> theirs = group_.tell(mine);
+  std::vector<std::span<std::byte>> receives(group_.ranks);
+  for (int r = 0; r < group_.ranks; ++r) {
+    if (r == group_.rank) continue;
+    const Offer& offer = theirs[r];
+    group_.check_bytes(r, offer.bytes, bytes[r]);
+    SharedRoom& other = others_[r][turn_];
+    if (other.name() != offer.room) other = SharedRoom::open(offer.room, offer.size);
+    receives[r] = {other.data() + offer.offset, static_cast<size_t>(offer.bytes)};
+    fresh |= offer.fresh;
+  }
+  if (fresh) group_.meet();  // a rank that ends now has been opened by all
+  turn_ = 1 - turn_;
+  return receives;
 }
 
+void HostMemory::reserve(int64_t bytes) {
+  if (!one_machine_ || common_[0].bytes() >= bytes) return;
+  std::optional<Error> error;
+  const auto trial = [&](const auto& of) {
+    try {
+      of();
+    } catch (const Error& failed) {
+      error = failed;
+    }
+  };
+  std::vector<int64_t> names;
+  trial([&] {
+    if (group_.rank != 0) return;
+    for (SharedRoom& room : common_) {
+      room = SharedRoom::make(bytes);
+      const SharedRoom::Name& name = room.name();
+      names.insert(names.end(), {name.process, name.file, name.mark});
+    }
+  });
+  const std::vector<int64_t> made = group_.agree(error, {}, names)[0];
+  trial([&] {
+    if (group_.rank == 0) return;
+    for (int i = 0; i < kInCommon; ++i) {
+      common_[i] = SharedRoom::open({made[3 * i], made[3 * i + 1], made[3 * i + 2]}, bytes);
+    }
+  });
+  group_.agree(error, {}, {});
+}
+
+std::byte* HostMemory::common() {
+  next_common_ = (next_common_ + 1) % kInCommon;
+  return common_[next_common_].data();
+}
+
+void HostMemory::meet() { group_.meet(); }
+
 std::unique_ptr<Order> HostMemory::computing(const Run&) {
-  return std::make_unique<HostMemory>(group_);
+  return std::make_unique<OnHost<Order>>();
 }
 
 }  // namespace fulgur::distributed

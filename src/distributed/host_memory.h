@@ -1,17 +1,21 @@
-/// Memory of the host: all is done at once.
+/// Memory of the host: all is done at once. Ranks of one machine read each other's.
 #pragma once
 
 #include <array>
+#include <optional>
 #include <vector>
 
 #include "distributed/group.h"
 #include "distributed/memory.h"
+#include "distributed/shared_room.h"
 
 namespace fulgur::distributed {
 
-class HostMemory final : public Memory {
+/// Operations of the thread that calls.
+template <class Interface>
+class OnHost : public Interface {
  public:
-  explicit HostMemory(Group::Impl& group) : group_(group) {}
+  using typename Interface::Mark;
   void copy(const Part& from, const Part& to) override;
   void add(const Part& from, const Part& to) override;
   void round(const Part& from, const Part& to) override;
@@ -21,19 +25,44 @@ class HostMemory final : public Memory {
   Mark mark() override { return nullptr; }
   void after(const Mark&) override {}
   void finish() override {}
+};
+
+class HostMemory final : public OnHost<Memory> {
+ public:
+  /// Collective.
+  explicit HostMemory(Group::Impl& group);
   std::byte* room(Use use, int64_t bytes) override;
-  void exchange(std::span<const std::span<const std::byte>> sends,
-                std::span<const std::span<std::byte>> receives) override;
+  std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
+                                             std::span<const int64_t> receives) override;
   void settle() override {}
   std::unique_ptr<Order> computing(const Run& run) override;
+  bool has_common() const override { return one_machine_; }
+  void reserve(int64_t bytes) override;
+  std::byte* common() override;
+  void meet() override;
 
  private:
   struct Room {
     std::unique_ptr<std::byte[]> data;
     int64_t bytes = 0;
   };
+  /// What a rank says of the bytes that it has for another one.
+  struct Offer {
+    SharedRoom::Name room;
+    int64_t size = 0, offset = 0, bytes = 0;
+    bool fresh = false;  ///< others have not opened the room yet
+  };
+
   Group::Impl& group_;
+  bool one_machine_ = false;  ///< all ranks open each other's memory
   std::array<Room, kUses> rooms_;
+  /// kSends in turn: a rank that comes to the next exchange has read what there was in this one.
+  std::array<SharedRoom, 2> sends_;
+  int turn_ = 0;
+  bool fresh_ = false;                             ///< the room of this turn
+  std::vector<std::array<SharedRoom, 2>> others_;  ///< kSends of other ranks
+  std::array<SharedRoom, kInCommon> common_;
+  int next_common_ = 0;
 };
 
 }  // namespace fulgur::distributed

@@ -5,7 +5,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <numeric>
 #include <span>
+#include <vector>
 
 #include "distributed/part.h"
 #include "fulgur/attention.h"
@@ -41,14 +43,38 @@ class Memory : public Order {
   enum Use : uint8_t { kStep, kNextStep, kSums, kDsinks, kSends, kReceives, kUses };
   /// Room that is this until it is asked for again; not cleared.
   virtual std::byte* room(Use use, int64_t bytes) = 0;
-  /// A step of all ranks: sends lie in kSends, which has to be asked for again after it, receives
-  /// in kReceives. What came in an exchange is finished before the next one.
-  virtual void exchange(std::span<const std::span<const std::byte>> sends,
-                        std::span<const std::span<std::byte>> receives) = 0;
+  /// A step of all ranks: sends lie in kSends, which has to be asked for again after it; so many
+  /// bytes come from each rank. Returns where, until the next exchange, before which what came is
+  /// finished.
+  virtual std::vector<std::span<std::byte>> exchange(
+      std::span<const std::span<const std::byte>> sends, std::span<const int64_t> receives) = 0;
   /// Waits until all ranks have what this one has sent; at the end of a run.
   virtual void settle() = 0;
   /// The order in which a run computes.
   virtual std::unique_ptr<Order> computing(const Run& run) = 0;
+
+  static constexpr int kInCommon = 3;  // rooms in turn
+  /// Whether ranks may have rooms in common.
+  virtual bool has_common() const { return false; }
+  /// Collective, between runs: so many bytes for each room that ranks have in common.
+  virtual void reserve(int64_t) {}
+  /// The next one, which is that of all ranks. It is written while a step computes with the last
+  /// one, and others may compute with the one before yet, as they have met since.
+  virtual std::byte* common() { return nullptr; }
+  /// Waits until all ranks have come here.
+  virtual void meet() {}
+
+ protected:
+  /// kReceives, for so many bytes of each rank.
+  std::vector<std::span<std::byte>> room_to_receive(std::span<const int64_t> bytes) {
+    std::byte* at = room(kReceives, std::accumulate(bytes.begin(), bytes.end(), int64_t{0}));
+    std::vector<std::span<std::byte>> rooms;
+    for (const int64_t n : bytes) {
+      rooms.emplace_back(at, n);
+      at += n;
+    }
+    return rooms;
+  }
 };
 
 }  // namespace fulgur::distributed

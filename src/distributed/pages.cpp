@@ -11,7 +11,6 @@
 #include "base/check.h"
 #include "call/mask.h"
 #include "distributed/elements.h"
-#include "distributed/host_memory.h"
 #include "distributed/shipment.h"
 #include "fulgur/merge.h"
 
@@ -138,6 +137,7 @@ PagesPlan::PagesPlan(const ForwardArgs& args, const Options& options, const Grou
     error = wrong;
   }
   group_.impl().agree(error, fields, {});
+  transfers_ = &memory_of(group_.impl(), problem_.device);
 }
 
 Heads PagesPlan::heads(int rank) const {
@@ -223,8 +223,7 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
   fulgur::forward(call, options, run);
 
   Group::Impl& group = group_.impl();
-  HostMemory transfers(group);
-  Shipment partials(group, transfers);
+  Shipment partials(group, *transfers_);
   for (int r = 0; r < ranks_; ++r) {
     for (const auto& [all, from] :
          {std::pair{&memory.out, &memory.outs[r]}, std::pair{&memory.lse, &memory.lses[r]}}) {
@@ -240,7 +239,7 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
     }
     merge(parts, {by_rows(memory.merged), lse_by_rows(memory.merged_lse)}, run);
   }
-  Shipment results(group, transfers);
+  Shipment results(group, *transfers_);
   for (int r = 0; r < ranks_; ++r) {
     const auto exchange = [&](const Part& own, const Part& all) {
       results.send(r, own);

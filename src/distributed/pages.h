@@ -40,6 +40,7 @@ class PagesPlan final : public DistributedPlan::Impl {
   Options options_;
   Problem problem_;
   ForwardArgs planned_;
+  distributed::Memory* transfers_;
 };
 
 }  // namespace fulgur::distributed

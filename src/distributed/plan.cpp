@@ -12,6 +12,7 @@
 #include "base/check.h"
 #include "call/lengths.h"
 #include "distributed/device_memory.h"
+#include "distributed/host_memory.h"
 
 namespace fulgur {
 
@@ -23,7 +24,7 @@ using distributed::RowsPlan;
 namespace {
 
 // Of heads: the transfers of one run during the products of another. A GPU computes few as fast as
-// many only where they fill it.
+// many only where they fill it. Where nothing is transferred, steps bound memory alone.
 constexpr int64_t kSteps = 4, kStepsOfGpu = 2;
 
 const char* name_of(Sharding sharding) {
@@ -321,17 +322,23 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   if (args.bias.given()) check_whole_bias(args, *this);
   distributed::each_whole_gradient(args, [&](const Tensor& t) { sum_bytes += t.numel() * 8; });
 
+  host_memory = &distributed::memory_of(group.impl(), {});
+  memory = &distributed::memory_of(group.impl(), problem.device);
+
   // As few steps as hide transfers and fit the memory; gradients of keys by gathered queries are
   // shared out among threads by heads.
   const int64_t most = problem.hk / head_ranks;
-  const bool on_host = problem.device == Device{};
-  steps = gathers_queries() ? 1 : std::min(on_host ? kSteps : kStepsOfGpu, most);
+  const bool transfers = !in_common() || problem.pass == Pass::kBackward;
+  steps = gathers_queries() || !transfers
+              ? 1
+              : std::min(problem.device == Device{} ? kSteps : kStepsOfGpu, most);
   for (;; ++steps) {
-    step_bytes = 0;
+    step_bytes = common_bytes = 0;
     for (int64_t step = 0; step < steps; ++step) {
-      distributed::StepMemory arena(nullptr);
-      distributed::Step(*this, arena, step);
-      step_bytes = std::max(step_bytes, arena.used());
+      distributed::StepMemory common(nullptr), own(nullptr);
+      distributed::Step(*this, in_common() ? common : own, own, step);
+      step_bytes = std::max(step_bytes, own.used());
+      common_bytes = std::max(common_bytes, common.used());
     }
     const int64_t bytes = workspace_bytes();
     if (options.max_workspace == 0 || bytes <= options.max_workspace) break;
@@ -339,18 +346,22 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
       fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, bytes);
     }
   }
-  if (!on_host) {
-    on_device = group.impl().on_devices[problem.device.index];
-    if (on_device == nullptr) {
-      on_device = std::make_shared<distributed::DeviceMemory>(group.impl(), problem.device.index);
-      group.impl().on_devices[problem.device.index] = on_device;
-    }
-  }
+  memory->reserve(common_bytes);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     planned_forward = args;
   } else {
     planned_backward = args;
   }
+}
+
+distributed::Memory& distributed::memory_of(Group::Impl& group, Device device) {
+  auto& memory = group.memories[{device.type, device.index}];
+  if (memory == nullptr && device == Device{}) {
+    memory = std::make_unique<HostMemory>(group);
+  } else if (memory == nullptr) {
+    memory = std::make_unique<DeviceMemory>(group, device.index);
+  }
+  return *memory;
 }
 
 std::string RowsPlan::explain() const {

@@ -47,9 +47,11 @@ struct RowsPlan final : DistributedPlan::Impl {
   void run(const ForwardArgs& args, const Run& run) const override;
   void run(const BackwardArgs& args, const Run& run) const override;
   std::string explain() const override;
-  /// Of two steps, and of what is on its way: on GPUs the last exchange's, too.
+  /// Of two steps, and of what is on its way: on GPUs the last exchange's, too. Of what ranks have
+  /// in common each counts its share.
   int64_t workspace_bytes() const override {
-    return (problem.device == Device{} ? 3 : 4) * step_bytes + sum_bytes;
+    return (problem.device == Device{} ? 3 : 4) * step_bytes +
+           Memory::kInCommon * common_bytes / group.size() + sum_bytes;
   }
 
   /// The kv heads that a rank computes in a step.
@@ -87,6 +89,8 @@ struct RowsPlan final : DistributedPlan::Impl {
   std::vector<int64_t> used_keys(const VarLen& lengths) const;
   /// Whether a rank computes its own queries alone, which stay where they are.
   bool queries_stay() const { return head_ranks == 1 && !gathers_queries(); }
+  /// Whether ranks have the gathered rows in common, as each of them needs the same.
+  bool in_common() const { return memory->has_common() && head_ranks == 1; }
   DType sum_dtype() const { return problem.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   Group group;
@@ -98,9 +102,10 @@ struct RowsPlan final : DistributedPlan::Impl {
   bool packed = false;
   Rows q_rows, k_rows;
   int64_t steps = 1;
-  int64_t step_bytes = 0;                          ///< memory of a step
-  std::shared_ptr<distributed::Memory> on_device;  ///< where tensors lie on a GPU
-  int64_t sum_bytes = 0;                           ///< of the gradients that all ranks get whole
+  int64_t step_bytes = 0, common_bytes = 0;  ///< memory of a step; that ranks have in common
+  Memory* memory = nullptr;                  ///< where tensors lie
+  Memory* host_memory = nullptr;             ///< for the gradients that all ranks get whole
+  int64_t sum_bytes = 0;                     ///< of these
   ForwardArgs planned_forward;
   BackwardArgs planned_backward;
 };
@@ -139,20 +144,21 @@ struct Step {
   Part dout, dlse, dq, dk, dv;       // backward; dk and dv: sums, or gradients
   Part unused_dq, part_dk, part_dv;  // of a call
 
-  Step(const RowsPlan& plan, StepMemory& arena, int64_t step) {
+  /// Gathered rows lie in `gathered`.
+  Step(const RowsPlan& plan, StepMemory& gathered, StepMemory& arena, int64_t step) {
     const Problem& p = plan.problem;
     const int64_t batch = p.batch, queries = plan.queries(), keys = plan.k_rows.total();
     const int64_t hk = plan.heads(plan.me, step).count, hq = hk * p.group();
-    k = arena.rows(p.dtypes.k, batch, keys, hk, p.d);
-    v = arena.rows(p.dtypes.v, batch, keys, hk, p.dv);
+    k = gathered.rows(p.dtypes.k, batch, keys, hk, p.d);
+    v = gathered.rows(p.dtypes.v, batch, keys, hk, p.dv);
     const bool backward = p.pass == Pass::kBackward;
     if (!plan.queries_stay()) {
-      q = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
-      out = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
-      if (p.has(Arg::kLse)) lse = arena.lse(p.lse_dtype(), batch, queries, hq);
+      q = gathered.rows(p.dtypes.q, batch, queries, hq, p.d);
+      out = gathered.rows(p.dtypes.out, batch, queries, hq, p.dv);
+      if (p.has(Arg::kLse)) lse = gathered.lse(p.lse_dtype(), batch, queries, hq);
       if (backward) {
-        dout = arena.rows(p.dtypes.out, batch, queries, hq, p.dv);
-        if (p.has(Arg::kDlse)) dlse = arena.lse(p.lse_dtype(), batch, queries, hq);
+        dout = gathered.rows(p.dtypes.out, batch, queries, hq, p.dv);
+        if (p.has(Arg::kDlse)) dlse = gathered.lse(p.lse_dtype(), batch, queries, hq);
         dq = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
       }
     }
@@ -166,6 +172,9 @@ struct Step {
     part_dv = arena.rows(gradient, batch, keys, hk, p.dv);
   }
 };
+
+/// What moves tensors there between the ranks of a group. Collective, where it is new.
+Memory& memory_of(Group::Impl& group, Device device);
 
 /// The gradients of tensors that all ranks have whole.
 template <class Args, class Visit>

@@ -19,7 +19,6 @@
 #include "base/check.h"
 #include "base/convert.h"
 #include "distributed/elements.h"
-#include "distributed/host_memory.h"
 #include "distributed/plan.h"
 #include "distributed/shipment.h"
 
@@ -108,8 +107,8 @@ class Work {
         group_(plan.group.impl()),
         args_(args),
         run_(run),
-        host_(group_),
-        memory_(plan.on_device != nullptr ? *plan.on_device : host_),
+        host_(*plan.host_memory),
+        memory_(*plan.memory),
         computing_(memory_.computing(run)) {
     run_.workspace = {};
     memory_.after(computing_->mark());
@@ -131,8 +130,9 @@ class Work {
     computed.fill(computing_->mark());
     const auto fetched = [&](int64_t number) {
       const Memory::Use use = number % 2 == 0 ? Memory::kStep : Memory::kNextStep;
-      StepMemory arena(memory_.room(use, plan_.step_bytes), p_.device);
-      Step& step = steps[number % 2].emplace(plan_, arena, number);
+      StepMemory own(memory_.room(use, plan_.step_bytes), p_.device);
+      StepMemory common(plan_.in_common() ? memory_.common() : nullptr);
+      Step& step = steps[number % 2].emplace(plan_, plan_.in_common() ? common : own, own, number);
       if (plan_.queries_stay()) set_queries(number, step);
       return line.add([this, number, step, mark = computed[number % 2]] {
         memory_.after(mark);
@@ -207,9 +207,12 @@ class Work {
 
   void fetch(int64_t number, const Step& step) {
     Shipment all(group_, memory_);
+    // In memory that ranks have in common each brings its own rows, for all.
+    const auto brings = [&](int r) { return !plan_.in_common() || r == group_.rank; };
     const auto queries = [&](const Part& local, const Part& to) {
       if (plan_.queries_stay()) return;
       for (int r = 0; r < group_.ranks; ++r) {
+        if (!brings(r)) continue;
         const Heads heads = plan_.q_heads(plan_.heads(r, number));
         if (plan_.has_queries_of(r, plan_.me)) {
           for (const RowRun& run : plan_.q_rows.of(plan_.me)) {
@@ -224,6 +227,7 @@ class Work {
     };
     const auto keys = [&](const Part& local, const Part& to) {
       for (int r = 0; r < group_.ranks; ++r) {
+        if (!brings(r)) continue;
         const Heads heads = plan_.heads(r, number);
         for (const RowRun& run : plan_.k_rows.of(plan_.me)) {
           all.send(r, local.heads(heads.begin, heads.count).rows(run.place, run.size()));
@@ -242,7 +246,8 @@ class Work {
       queries(part(args_.dout), step.dout);
       if (p_.has(Arg::kDlse)) queries(Part::of_lse(args_.dlse), step.dlse);
     }
-    all.run(false);
+    all.run(plan_.in_common());
+    if (plan_.in_common()) memory_.meet();
   }
 
   /// To the ranks that have the rows.
@@ -521,7 +526,7 @@ class Work {
   Group::Impl& group_;
   const Args& args_;
   Run run_;
-  HostMemory host_;
+  Memory& host_;
   Memory& memory_;
   std::unique_ptr<Order> computing_;
   Part sum_dk_, sum_dv_;

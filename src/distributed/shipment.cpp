@@ -30,8 +30,8 @@ void Shipment::run(bool alone) {
   const auto itself = [](const Part& part) -> const Part& { return part; };
   const auto target = [](const Target& of) -> const Part& { return of.part; };
   // What goes to ranks side by side is the same as a rule, where keys are gathered.
-  std::vector<int64_t> send_at(ranks), receive_at(ranks);
-  int64_t send_bytes = 0, receive_bytes = 0;
+  std::vector<int64_t> send_at(ranks), receive_bytes(ranks);
+  int64_t send_bytes = 0;
   int last = -1;
   for (int r = 0; r < ranks; ++r) {
     if (r == rank_) continue;
@@ -39,14 +39,12 @@ void Shipment::run(bool alone) {
     send_at[r] = again ? send_at[last] : send_bytes;
     if (!again) send_bytes += bytes_of(sends_[r], itself);
     last = r;
-    receive_at[r] = receive_bytes;
-    receive_bytes += bytes_of(receives_[r], target);
+    receive_bytes[r] = bytes_of(receives_[r], target);
   }
   std::vector<std::span<const std::byte>> sends(ranks);
   std::vector<std::span<std::byte>> receives(ranks);
   if (!alone) {
     std::byte* const out = memory_.room(Memory::kSends, send_bytes);
-    std::byte* const in = memory_.room(Memory::kReceives, receive_bytes);
     int64_t packed = 0;
     for (int r = 0; r < ranks; ++r) {
       if (r == rank_) continue;
@@ -57,9 +55,8 @@ void Shipment::run(bool alone) {
       }
       packed = std::max(packed, at);
       sends[r] = {out + send_at[r], static_cast<size_t>(at - send_at[r])};
-      receives[r] = {in + receive_at[r], static_cast<size_t>(bytes_of(receives_[r], target))};
     }
-    memory_.exchange(sends, receives);
+    receives = memory_.exchange(sends, receive_bytes);
   }
   for (int r = 0; r < ranks; ++r) {
     std::byte* at = receives[r].data();

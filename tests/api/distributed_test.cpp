@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -328,12 +329,17 @@ int gpus() {
 }
 
 /// All ranks, each a process, into the workload's outputs; on GPUs where there are any to use.
-void compute_by(int ranks, const Shared& s, int gpus = 0) {
+/// connected(rank) is called in each process before it computes.
+void compute_by(
+    int ranks, const Shared& s, int gpus = 0,
+    const std::function<void(int rank)>& connected = [](int) {}) {
   s.w.seal();
   const int port = free_port();
   Processes processes(ranks, [&](int rank) {
     const Device device = gpus == 0 ? Device{} : Device{DeviceType::kCuda, rank % gpus};
-    return compute_rank(s, Group::connect(rank, ranks, "127.0.0.1", port, 60), device);
+    const Group group = Group::connect(rank, ranks, "127.0.0.1", port, 60);
+    connected(rank);
+    return compute_rank(s, group, device);
   });
   // Rows of no sequence are nobody's.
   for (const Tensor* t :
@@ -537,6 +543,31 @@ TEST(Distributed, InvariantToRanks) {
         EXPECT_NEAR(read(w.backward.tensors[0].grad)[i], table[i], 1e-5);
       }
     }
+  }
+}
+
+// Ranks that have no memory in common, as one of them can open none.
+TEST(Distributed, RowsByMessages) {
+  const Problem problem = problems().front();
+  Workload w(problem.c, 9);
+  w.options.threads = 1;
+  for (const bool invariant : {true, false}) {
+    w.options.invariant = invariant;
+    w.run();
+    const auto want = all_bits(w);
+    const Expected e = expect(w);
+    ASSERT_NO_FATAL_FAILURE(compute_by(3, {problem, w}, 0, [](int rank) {
+      if (rank != 1) return;
+      const int next = dup(0);
+      close(next);
+      const rlimit files{static_cast<rlim_t>(next), static_cast<rlim_t>(next)};
+      setrlimit(RLIMIT_NOFILE, &files);
+    }));
+    if (invariant) {
+      EXPECT_EQ(all_bits(w) == want, true);
+    }
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
   }
 }
 

@@ -1,0 +1,66 @@
+#include "distributed/shared_room.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstring>
+#include <random>
+#include <string>
+
+#include "fulgur/error.h"
+
+namespace fulgur::distributed {
+namespace {
+
+void check_done(bool done, const char* what, int64_t bytes) {
+  if (done) return;
+  throw Error(Status::kUnavailable,
+              fmt::format("{} {} bytes of memory that ranks have in common: {}", what, bytes,
+                          std::strerror(errno)));
+}
+
+}  // namespace
+
+// A file without a name: the memory goes when no process has it any longer.
+SharedRoom SharedRoom::make(int64_t bytes) {
+  SharedRoom room;
+  room.file_ = memfd_create("fulgur", MFD_CLOEXEC);
+  check_done(room.file_ >= 0 && ftruncate(room.file_, bytes) == 0, "making", bytes);
+  room.map(room.file_, bytes);
+  std::random_device random;
+  room.name_ = {getpid(), room.file_, int64_t{random()} << 32 | random()};
+  return room;
+}
+
+SharedRoom SharedRoom::open(const Name& name, int64_t bytes) {
+  SharedRoom room;
+  const std::string path = fmt::format("/proc/{}/fd/{}", name.process, name.file);
+  const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
+  check_done(file >= 0, "opening", bytes);
+  try {
+    room.map(file, bytes);
+  } catch (...) {
+    close(file);
+    throw;
+  }
+  close(file);  // the memory stays
+  room.name_ = name;
+  return room;
+}
+
+void SharedRoom::map(int file, int64_t bytes) {
+  void* const at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+  check_done(at != MAP_FAILED, "mapping", bytes);
+  data_ = static_cast<std::byte*>(at);
+  bytes_ = bytes;
+}
+
+SharedRoom::~SharedRoom() {
+  if (data_ != nullptr) munmap(data_, bytes_);
+  if (file_ >= 0) close(file_);
+}
+
+}  // namespace fulgur::distributed
