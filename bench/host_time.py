@@ -22,11 +22,12 @@ def calls():
     tensors = [torch.ones(SHAPE) for _ in range(3)]
     leaves = [torch.ones(SHAPE, requires_grad=True) for _ in range(3)]
     plan = fulgur.plan(*arrays, threads=1)
-    out = np.empty(SHAPE, np.float32)
+    out, tensors_out = np.empty(SHAPE, np.float32), torch.empty(SHAPE)
     return {
         "Plan.run, NumPy": lambda: plan.run(*arrays),
         "Plan.run, NumPy, out given": lambda: plan.run(*arrays, out=out),
         "Plan.run, PyTorch": lambda: plan.run(*tensors),
+        "Plan.run, PyTorch, out given": lambda: plan.run(*tensors, out=tensors_out),
         "fulgur.attention, NumPy": lambda: fulgur.attention(*arrays, threads=1),
         "fulgur.attention, PyTorch": lambda: fulgur.attention(*tensors, threads=1),
         "fulgur.torch.attention": lambda: fulgur.torch.attention(*tensors),
@@ -46,6 +47,7 @@ def micros(call):
 
 def main():
     torch.set_num_threads(1)
+    print(f"PyTorch {torch.__version__}, compiled for it: {fulgur.torch.compiled}")
     every = calls()
     times = {name: [] for name in every}
     for _ in range(ROUNDS):

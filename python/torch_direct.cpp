@@ -41,6 +41,10 @@ void read(const char* name, nb::handle value, int64_t& to) {
   if (!PyLong_CheckExact(value.ptr())) refuse(name);
   to = nb::cast<int64_t>(value);
 }
+void read(const char* name, nb::handle value, uint64_t& to) {
+  if (!PyLong_CheckExact(value.ptr())) refuse(name);
+  to = nb::cast<uint64_t>(value);
+}
 void read(const char* name, nb::handle value, double& to) {
   if (!PyFloat_CheckExact(value.ptr()) && !PyLong_CheckExact(value.ptr())) refuse(name);
   to = nb::cast<double>(value);
@@ -81,46 +85,31 @@ nb::object or_none(Compute&& compute) {
 bool is_as_out(const ForwardArgs& args) {
   const auto& [q, v] = std::tie(args.q, args.v);
   const std::span<const int64_t> shape(q.shape.data(), static_cast<size_t>(q.rank));
-  return q.rank > 0 && v.rank > 0 && q.shape[q.rank - 1] == v.shape[v.rank - 1] &&
+  return q.dtype <= DType::kF64 && q.rank > 0 && v.rank > 0 &&
+         q.shape[q.rank - 1] == v.shape[v.rank - 1] &&
          q.strides == ConstTensor::contiguous(nullptr, q.dtype, shape, q.device).strides;
 }
 
 }  // namespace
 
-TorchDirect::TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like,
-                         nb::object empty_out, nb::object float32, nb::object record,
-                         nb::object deterministic)
-    : seen_by_(std::move(seen_by)),
-      types_(std::move(types)),
-      empty_like_(std::move(empty_like)),
-      empty_out_(std::move(empty_out)),
-      float32_(std::move(float32)),
-      record_(std::move(record)),
-      deterministic_(std::move(deterministic)),
+TorchTensors::TorchTensors(nb::tuple types)
+    : types_(std::move(types)),
       is_neg_(interned("is_neg")),
       requires_grad_(interned("requires_grad")),
-      new_empty_(interned("new_empty")),
       exchange_(exchange_api(types_[0])) {}
 
-bool TorchDirect::has_to_be_seen() const {
-  for (const nb::handle sees : seen_by_) {
-    if (is_true(sees())) return true;
-  }
-  return false;
-}
-
-bool TorchDirect::is_tensor(nb::handle object) const {
+bool TorchTensors::is_one(nb::handle object) const {
   bool known = false;
   for (const nb::handle type : types_) known = known || object.type().is(type);
   return known;
 }
 
-bool TorchDirect::is_recorded(nb::handle object) const {
-  return torch_grad_enabled() && is_tensor(object) && is_true(object.attr(requires_grad_));
+bool TorchTensors::requires_grad(nb::handle tensor) const {
+  return is_true(tensor.attr(requires_grad_));
 }
 
-Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
-  if (!is_tensor(tensor)) refuse(name);
+Tensor TorchTensors::view(const char* name, nb::handle tensor) const {
+  if (exchange_ == nullptr || !is_one(tensor)) refuse(name);
   DLTensor view{};
   if (exchange_->tensor(tensor.ptr(), &view) != 0) throw nb::python_error();
   const Tensor t = Tensor::from_dlpack(view, name);
@@ -130,12 +119,115 @@ Tensor TorchDirect::view(const char* name, nb::handle tensor) const {
   return t;
 }
 
+void* TorchTensors::stream(Device device) const {
+  void* stream = nullptr;
+  if (device.type != DeviceType::kCuda) return stream;
+  if (exchange_->current_stream == nullptr) refuse("stream");
+  if (exchange_->current_stream(kDLCUDA, device.index, &stream) != 0) throw nb::python_error();
+  return stream;
+}
+
+TorchRuns::TorchRuns(nb::tuple types, nb::object empty_like, nb::dict dtypes,
+                     nb::object differentiates)
+    : tensors_(std::move(types)),
+      empty_like_(std::move(empty_like)),
+      dtypes_(std::move(dtypes)),
+      differentiates_(std::move(differentiates)),
+      new_empty_(interned("new_empty")),
+      current_level_(interned("_current_level")) {}
+
+Tensor TorchRuns::view(const char* name, nb::handle tensor) const {
+  const Tensor view = tensors_.view(name, tensor);
+  if (tensors_.requires_grad(tensor)) refuse(name);
+  return view;
+}
+
+bool TorchRuns::read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args) const {
+  bool known = false;
+  const auto visit = [&](const TensorRule& rule, auto& t) {
+    if (rule.written() || rule.need != Need::kOptional || name != rule.name) return;
+    t = view(rule.name, tensor);
+    known = true;
+  };
+  for_each_tensor(visit, args);
+  return known;
+}
+
+nb::object TorchRuns::run(const Plan& plan, const nb::dict& results, nb::handle q, nb::handle k,
+                          nb::handle v, const nb::dict& given) const {
+  return or_none([&]() -> nb::object {
+    if (nb::cast<int64_t>(differentiates_.attr(current_level_)) >= 0) return nb::none();
+    ForwardArgs args;
+    Run options;
+    args.q = view("q", q);
+    args.k = view("k", k);
+    args.v = view("v", v);
+    nb::object out, lse;
+    for (const auto& [key, value] : given) {
+      if (value.is_none()) continue;
+      const std::string_view name = text_of(key);
+      if (name == "out") {
+        out = nb::borrow(value);
+      } else if (name == "lse") {
+        lse = nb::borrow(value);
+      } else if (name == "seed") {
+        read("seed", value, options.dropout_seed);
+      } else if (name == "offset") {
+        read("offset", value, options.dropout_offset);
+      } else if (!read_tensor(name, value, args)) {
+        return nb::none();
+      }
+    }
+    const bool with_lse = results.size() > 1;
+    if (lse.is_valid() && !with_lse) return nb::none();
+    const auto empty = [&](const char* name) {
+      const nb::object shape = results[name][0], dtype = dtypes_[nb::object(results[name][1])];
+      return nb::object(q.attr(new_empty_)(shape, nb::arg("dtype") = dtype));
+    };
+    if (!out.is_valid()) out = is_as_out(args) ? empty_like_(q) : empty("out");
+    args.out = view("out", out);
+    if (with_lse) {
+      if (!lse.is_valid()) lse = empty("lse");
+      args.lse = view("lse", lse);
+    }
+    options.stream = tensors_.stream(args.q.device);
+    {
+      const WithoutGil unlocked;
+      plan.run(args, options);
+    }
+    return with_lse ? nb::make_tuple(out, lse) : out;
+  });
+}
+
+TorchDirect::TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like,
+                         nb::object empty_out, nb::object new_empty, nb::object float32,
+                         nb::object record, nb::object deterministic)
+    : seen_by_(std::move(seen_by)),
+      tensors_(std::move(types)),
+      empty_like_(std::move(empty_like)),
+      empty_out_(std::move(empty_out)),
+      new_empty_(std::move(new_empty)),
+      float32_(std::move(float32)),
+      record_(std::move(record)),
+      deterministic_(std::move(deterministic)) {}
+
+bool TorchDirect::has_to_be_seen() const {
+  for (const nb::handle sees : seen_by_) {
+    if (is_true(sees())) return true;
+  }
+  return false;
+}
+
+bool TorchDirect::is_recorded(nb::handle object) const {
+  return torch_grad_enabled() && tensors_.is_one(object) && tensors_.requires_grad(object);
+}
+
 bool TorchDirect::read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args,
                               Others& others) const {
   bool known = false;
   const auto visit = [&](const TensorRule& rule, auto& t) {
     if (rule.written() || rule.need != Need::kOptional || name != rule.name) return;
-    t = view(rule.name, tensor);
+    t = tensors_.view(rule.name, tensor);
     known = true;
     others.names.append(rule.name);
     others.tensors.append(tensor);
@@ -160,9 +252,9 @@ nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
     Others others;
     nb::dict numbers;  // those given, by the names that operators have
     bool causal = false, with_lse = false;
-    args.q = view("q", q);
-    args.k = view("k", k);
-    args.v = view("v", v);
+    args.q = tensors_.view("q", q);
+    args.k = tensors_.view("k", k);
+    args.v = tensors_.view("v", v);
     for (const auto& [key, value] : given) {
       if (value.is_none()) continue;
       const std::string_view name = text_of(key);
@@ -195,9 +287,8 @@ nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
     if (!others.have_gradients || !floats) return nb::none();
     if (is_true(deterministic_())) numbers["deterministic"] = true;
     const nb::object computed = compute(q, v, args, options, true);
-    const nb::tuple call = nb::make_tuple(numbers, nb::tuple(others.names), computed);
-    const nb::object results = record_(q, k, v, call, *others.tensors);
-    return with_lse ? results : nb::object(nb::borrow<nb::tuple>(results)[0]);
+    const nb::tuple call = nb::make_tuple(numbers, nb::tuple(others.names), computed, with_lse);
+    return record_(q, k, v, call, *others.tensors);
   });
 }
 
@@ -205,19 +296,19 @@ nb::object TorchDirect::empty_lse(nb::handle q, const ConstTensor& view) const {
   const auto& n = view.shape;
   const nb::tuple shape =
       view.rank == 3 ? nb::make_tuple(n[1], n[0]) : nb::make_tuple(n[0], n[2], n[1]);
-  if (view.dtype == DType::kF32 || view.dtype == DType::kF64) return q.attr(new_empty_)(shape);
-  return q.attr(new_empty_)(shape, nb::arg("dtype") = float32_);
+  const nb::object dtype = view.dtype == DType::kF64 ? nb::object(q.attr("dtype")) : float32_;
+  return new_empty_(q, shape, nb::arg("dtype") = dtype);
 }
 
 nb::object TorchDirect::compute(nb::handle q, nb::handle v, ForwardArgs& args, Options& options,
                                 bool with_lse) const {
   if (args.q.rank != 3 && args.q.rank != 4) refuse("q");
   const nb::object out = is_as_out(args) ? empty_like_(q) : empty_out_(q, v);
-  args.out = view("out", out);
+  args.out = tensors_.view("out", out);
   nb::object lse;
   if (with_lse) {
     lse = empty_lse(q, args.q);
-    args.lse = view("lse", lse);
+    args.lse = tensors_.view("lse", lse);
   }
   {
     const WithoutGil unlocked;

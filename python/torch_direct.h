@@ -1,5 +1,6 @@
 /// The forward pass of PyTorch's tensors without PyTorch's dispatcher, which takes longer than a
-/// small call. What autograd records is computed first, and recorded with its results.
+/// small call, and runs of plans on them. What autograd records is computed first, and recorded
+/// with its results.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -10,15 +11,61 @@
 
 namespace fulgur::python {
 
+/// Views of PyTorch's tensors.
+class TorchTensors {
+ public:
+  /// `types`: of tensors that are no subclass, torch.Tensor first.
+  explicit TorchTensors(nb::tuple types);
+
+  /// Whether an object is a tensor of no subclass, whose attributes may be anybody's.
+  bool is_one(nb::handle object) const;
+  bool requires_grad(nb::handle tensor) const;
+  /// Throws where a tensor is of a subclass, has no rows, or has others than its memory says.
+  Tensor view(const char* name, nb::handle tensor) const;
+  /// PyTorch's current stream; none on the CPU.
+  void* stream(Device device) const;
+
+ private:
+  nb::tuple types_;
+  nb::object is_neg_, requires_grad_;  ///< names
+  const ExchangeApi* exchange_;
+};
+
+/// Runs of plans of the forward pass.
+class TorchRuns {
+ public:
+  /// `dtypes`: PyTorch's by fulgur's names. `differentiates` has an attribute `_current_level` that
+  /// is 0 or more where derivatives are computed in forward mode.
+  TorchRuns(nb::tuple types, nb::object empty_like, nb::dict dtypes, nb::object differentiates);
+
+  /// What fulgur.Plan.run returns of these keyword arguments, where the plan makes `results`: their
+  /// shapes and dtypes by name. None where an argument is of another type than most callers give
+  /// or wrong, which Python's functions explain.
+  nb::object run(const Plan& plan, const nb::dict& results, nb::handle q, nb::handle k,
+                 nb::handle v, const nb::dict& given) const;
+
+ private:
+  Tensor view(const char* name, nb::handle tensor) const;
+  /// Reads a tensor that a run has besides q, k and v; false where it has none with this name.
+  bool read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args) const;
+
+  TorchTensors tensors_;
+  nb::object empty_like_;
+  nb::dict dtypes_;
+  nb::object differentiates_;
+  nb::object new_empty_, current_level_;  ///< names
+};
+
 class TorchDirect {
  public:
   /// `seen_by`: functions that return something true where PyTorch has to see every call. `types`:
-  /// of tensors that are no subclass, torch.Tensor first. `empty_like` and `float32` are
-  /// PyTorch's; `empty_out(q, v)` makes a result. `record(q, k, v, (options, names, (out, lse)),
-  /// *tensors)` records a call and returns its results; where `deterministic()` is true, of
-  /// gradients that have the same bits in every run.
+  /// of tensors that are no subclass, torch.Tensor first. `empty_like`, `new_empty(tensor, shape,
+  /// dtype=)` and `float32` are PyTorch's; `empty_out(q, v)` makes a result. `record(q, k, v,
+  /// (options, names, (out, lse), with_lse), *tensors)` records a call and returns out, or (out,
+  /// lse); where `deterministic()` is true, of gradients that have the same bits in every run.
   TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like, nb::object empty_out,
-              nb::object float32, nb::object record, nb::object deterministic);
+              nb::object new_empty, nb::object float32, nb::object record,
+              nb::object deterministic);
 
   /// What fulgur.torch.attention returns of these keyword arguments: out, or (out, lse). None where
   /// PyTorch has to see the call, where it draws random numbers, and where an argument is of
@@ -33,11 +80,7 @@ class TorchDirect {
     bool recorded = false;
   };
   bool has_to_be_seen() const;
-  /// Whether an object is a tensor of no subclass, whose attributes may be anybody's.
-  bool is_tensor(nb::handle object) const;
   bool is_recorded(nb::handle object) const;
-  /// Throws where a tensor is of a subclass, has no rows, or has others than its memory says.
-  Tensor view(const char* name, nb::handle tensor) const;
   /// Reads a tensor that a call has besides q, k and v; false where it has none with this name.
   bool read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args,
                    Others& others) const;
@@ -46,10 +89,9 @@ class TorchDirect {
   nb::object compute(nb::handle q, nb::handle v, ForwardArgs& args, Options& options,
                      bool with_lse) const;
 
-  nb::tuple seen_by_, types_;
-  nb::object empty_like_, empty_out_, float32_, record_, deterministic_;
-  nb::object is_neg_, requires_grad_, new_empty_;  ///< names
-  const ExchangeApi* exchange_;
+  nb::tuple seen_by_;
+  TorchTensors tensors_;
+  nb::object empty_like_, empty_out_, new_empty_, float32_, record_, deterministic_;
 };
 
 }  // namespace fulgur::python

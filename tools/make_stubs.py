@@ -131,6 +131,8 @@ def install_as(
 ) -> Callable[[], None]: ...
 ''',
     "torch": '''\
+compiled: bool
+
 def enable_flex(enabled: bool = True) -> None: ...
 def flex_attention(
     query: Tensor,

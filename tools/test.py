@@ -155,8 +155,8 @@ def python():
     """The Python package: its wheel in build/venv, and alone in build/fresh; the Python in the documents."""
     venv()
     # PyTorch finds the graphs that it keeps by names of operators, whatever arguments they had then.
-    graphs, wheels, fresh = BUILD / "inductor", BUILD / "wheels", BUILD / "fresh"
-    for folder in (BUILD / "python", graphs, wheels, fresh):
+    graphs, extensions, wheels, fresh = [BUILD / x for x in ("inductor", "torch_extensions", "wheels", "fresh")]
+    for folder in (BUILD / "python", graphs, extensions, wheels, fresh):
         shutil.rmtree(folder, ignore_errors=True)
     run(VENV_PYTHON, "-m", "pip", "wheel", "--quiet", "--disable-pip-version-check", "--no-deps", "--wheel-dir", wheels,
         ROOT, f"--config-settings=build-dir={BUILD / 'python'}")
@@ -167,6 +167,10 @@ def python():
     run(VENV_PYTHON, "-B", "tools/try_wheel.py", wheel, "--device", "cpu")
     pip_install("--force-reinstall", "--no-deps", wheel)
     pytest("python", "tests/python", env={"TORCHINDUCTOR_CACHE_DIR": str(graphs)})
+    folder = "tests/python/with_torch"
+    pytest("python-compiled", f"{folder}/test_torch.py", f"{folder}/test_torch_direct.py",
+           env={"TORCHINDUCTOR_CACHE_DIR": str(graphs), "TORCH_EXTENSIONS_DIR": str(extensions),
+                "FULGUR_TORCH_BUILD": "1"})
 
 
 def static():

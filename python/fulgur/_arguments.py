@@ -14,11 +14,8 @@ _CUDA = 2  # DLPack's number of the kind of device
 # DLPack's numbers of dtypes that ml_dtypes gives to NumPy, whose own numbers are less than _ML_DTYPES.
 _DLPACK_CODES = {"bfloat16": 4, "float8_e4m3fn": 10, "float8_e5m2": 12}
 _ML_DTYPES = 256
-_NUMPY_NAMES = {
-    "f16": "float16",
-    "bf16": "bfloat16",
-    "f32": "float32",
-    "f64": "float64",
+FLOATS = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+_NUMPY_NAMES = FLOATS | {
     "e4m3": "float8_e4m3fn",
     "e5m2": "float8_e5m2",
     "int8": "int8",

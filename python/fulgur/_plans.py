@@ -1,6 +1,8 @@
 """Plans: every decision about one shape of a call, made once, in words and as data."""
 
+import functools
 import json
+import sys
 from types import GenericAlias
 from typing import NamedTuple
 
@@ -126,6 +128,13 @@ class _AnyPlan:
         return f"<fulgur.{type(self).__name__}: {self.explain().splitlines()[0]}>"
 
 
+@functools.cache
+def _torch_runs():
+    torch = sys.modules["torch"]
+    dtypes = {of: getattr(torch, name) for of, name in _a.FLOATS.items()}
+    return _fulgur.TorchRuns((torch.Tensor,), torch.empty_like, dtypes, torch.autograd.forward_ad).run
+
+
 class Plan(_AnyPlan):
     """Every decision about one shape of :func:`attention`; made by :func:`plan`.
 
@@ -154,6 +163,11 @@ class Plan(_AnyPlan):
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
             fulgur.Error: the engine failed.
         """
+        torch = sys.modules.get("torch")
+        if torch is not None and type(q) is torch.Tensor:
+            arrays = _torch_runs()(self._plan, self._results, q, k, v, given)
+            if arrays is not None:
+                return arrays
         check("Plan.run", given)
         random, stream = _a.random_numbers(given), _a.run_stream(q, given)
         views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given)

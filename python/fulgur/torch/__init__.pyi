@@ -9,6 +9,7 @@ __all__ = [
     "append",
     "append_attention",
     "attention",
+    "compiled",
     "enable_flex",
     "flex_attention",
     "scores",
@@ -484,6 +485,8 @@ def scores(
         NotImplementedError: a derivative is wanted.
         fulgur.Error: the tensors are of float64 on a GPU.
     """
+compiled: bool
+
 def enable_flex(enabled: bool = True) -> None: ...
 def flex_attention(
     query: Tensor,

@@ -109,7 +109,7 @@ def attention(q, k, v, **given):
         inputs = (q, k, v, *tensors.values())
         if dynamo:
             inputs = _apart(inputs)
-        out, lse = function.apply(*inputs[:3], (numbers, tuple(tensors), None), *inputs[3:])
+        out, lse = function.apply(*inputs[:3], (numbers, tuple(tensors), None, True), *inputs[3:])
     elif "score_mod" in numbers:
         out, lse = expressions.forward(q, k, v, tensors | numbers)
     else:

@@ -1,10 +1,15 @@
 """Calls of fulgur.torch.attention around PyTorch's dispatcher, and what has to see the operator instead."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
+from torch._dynamo import compiled_autograd  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
@@ -12,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_inputs import each_option, inputs, make, make_qkv  # noqa: E402
 
+import fulgur.torch  # noqa: E402
 from fulgur.torch import _direct, attention  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("fresh_torch")
@@ -229,3 +235,107 @@ def test_wrong_calls_get_the_error_of_the_operator(computed):
     with pytest.raises(RuntimeError, match="^k: got"):
         attention(q, k[..., :4], v)
     assert computed == [False]
+
+
+# What autograd keeps of a recorded call, with the functions of Python and with those compiled for this PyTorch.
+
+
+def test_compiled_where_it_is_wanted():
+    assert fulgur.torch.compiled == (os.environ.get("FULGUR_TORCH_BUILD") == "1")
+
+
+@pytest.mark.slow
+def test_what_does_not_compile_is_an_error(tmp_path):
+    compiler = tmp_path / "compiler"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *-fPIC*) exit 1 ;; esac\nexec g++ "$@"\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {"FULGUR_TORCH_BUILD": "1", "TORCH_EXTENSIONS_DIR": str(tmp_path), "CXX": str(compiler)}
+    command = [sys.executable, "-c", "import fulgur.torch"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode != 0 and "rror building extension 'fulgur_native_" in done.stderr
+
+
+@pytest.mark.parametrize("with_lse", [False, True], ids=["out", "lse"])
+def test_hooks_see_what_is_saved(with_lse, computed):
+    q, k, v = make_qkv(grad=True)
+    packed, unpacked = [], []
+
+    def pack(x):
+        packed.append(x)
+        return x
+
+    def unpack(x):
+        unpacked.append(x)
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        out = attention(q, k, v, seqused_k=torch.tensor([9, 5], dtype=torch.int32), return_lse=with_lse)
+    assert computed == [True] and len(packed) == 6  # q, k, v, out, lse and seqused_k
+    (out[0] if with_lse else out).sum().backward()
+    assert len(unpacked) == 6
+
+
+def test_tensors_changed_since_are_an_error(computed):
+    for changed in "q", "k", "v", "out":
+        tensors = dict(zip("qkv", make_qkv(grad=True)))
+        tensors["out"] = attention(**tensors)
+        with torch.no_grad():
+            tensors[changed].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            tensors["out"].sum().backward()
+    assert all(computed)
+
+
+def test_buffers_are_freed_and_kept(computed):
+    q, k, v = make_qkv(grad=True)
+    out = attention(q, k, v)
+    first = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    assert all(map(torch.equal, first, torch.autograd.grad(out.sum(), (q, k, v))))
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(out.sum(), (q, k, v))
+    assert computed == [True]
+
+
+def test_gradients_that_are_not_wanted(computed):
+    """Of inputs that need none, and of a result that nothing uses."""
+    q, k, v = make_qkv()
+    k.requires_grad_()
+    out, lse = attention(q, k, v, return_lse=True)
+    (dk,) = torch.autograd.grad(lse.sum(), k, retain_graph=True)
+    (both,) = torch.autograd.grad(out.sum() + lse.sum(), k, retain_graph=True)
+    (of_out,) = torch.autograd.grad(out.sum(), k)
+    assert torch.allclose(dk + of_out, both, atol=1e-6) and q.grad is None and computed == [True]
+
+
+def test_numbers_and_tensors_reach_the_gradients(computed):
+    """Options of each kind, and tensors with a gradient and without one, against the operator."""
+    q, k, v = make_qkv(grad=True)
+    sinks, slopes = torch.randn(4, requires_grad=True), torch.rand(4)
+    options = {"scale": 0.3, "softcap": 4, "window": (5, 2), "top_left": True, "sinks": sinks, "alibi_slopes": slopes}
+    gradients = []
+    for mode in None, DispatchMode():
+        if mode is None:
+            out = attention(q, k, v, **options)
+        else:
+            with mode:
+                out = attention(q, k, v, **options)
+        gradients.append(torch.autograd.grad(out.square().sum(), (q, k, v, sinks)))
+    assert all(map(torch.equal, *gradients)) and computed == [True, False]
+
+
+@pytest.mark.slow
+def test_compiled_autograd(computed):
+    q, k, v = make_qkv(grad=True)
+    wanted = torch.autograd.grad(attention(q, k, v, scale=0.3).square().sum(), (q, k, v))
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        attention(q, k, v, scale=0.3).square().sum().backward()
+    assert all(map(torch.equal, wanted, (q.grad, k.grad, v.grad))) and computed == [True, True]
+
+
+def test_errors_of_gradients_keep_their_kind(computed):
+    q, k, v = make_qkv(grad=True)
+    out = attention(q, k, v)
+    (dq,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="first derivative only"):
+        dq.sum().backward()
+    assert computed == [True]
