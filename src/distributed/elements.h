@@ -23,10 +23,6 @@ void each_element(const ConstTensor& x, const ConstTensor& y, const Visit& visit
   visit(at_x, at_y);
 }
 
-inline void fill(const Tensor& t, double value) {
-  each_element(t, t, [&](int64_t at, int64_t) { store_element(t.data, t.dtype, at, value); });
-}
-
 inline void convert(const ConstTensor& from, const Tensor& to) {
   each_element(from, to, [&](int64_t x, int64_t y) {
     store_element(to.data, to.dtype, y, load_element(from.data, from.dtype, x));

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/convert.h"
+#include "distributed/elements.h"
 
 namespace fulgur::distributed {
 namespace {
@@ -38,6 +39,13 @@ void OnHost<Interface>::copy(const Part& from, const Part& to) {
 
 template <class Interface>
 void OnHost<Interface>::add(const Part& from, const Part& to) {
+  if (from.dtype != to.dtype) {
+    return each_element(from.tensor(), to.tensor(), [&](int64_t x, int64_t y) {
+      const double sum =
+          load_element(to.data, to.dtype, y) + load_element(from.data, from.dtype, x);
+      store_element(to.data, to.dtype, y, sum);
+    });
+  }
   each_lines(from, to, [&](const Lines& x) {
     to.dtype == DType::kF64 ? add_lines<double>(x) : add_lines<float>(x);
   });
@@ -45,19 +53,7 @@ void OnHost<Interface>::add(const Part& from, const Part& to) {
 
 template <class Interface>
 void OnHost<Interface>::round(const Part& from, const Part& to) {
-  for (int64_t b = 0; b < to.shape[0]; ++b) {
-    for (int64_t r = 0; r < to.shape[1]; ++r) {
-      for (int64_t h = 0; h < to.shape[2]; ++h) {
-        const auto at = [&](const Part& x) {
-          return b * x.strides[0] + r * x.strides[1] + h * x.strides[2];
-        };
-        for (int64_t c = 0; c < to.shape[3]; ++c) {
-          store_element(to.data, to.dtype, at(to) + c,
-                        load_element(from.data, from.dtype, at(from) + c));
-        }
-      }
-    }
-  }
+  convert(from.tensor(), to.tensor());
 }
 
 template <class Interface>

@@ -19,7 +19,7 @@ class Order {
  public:
   virtual ~Order() = default;
   virtual void copy(const Part& from, const Part& to) = 0;
-  /// Adds to f32 or f64.
+  /// Adds to f32 or, on the host, f64.
   virtual void add(const Part& from, const Part& to) = 0;
   /// Sums in f32 or f64 as a gradient.
   virtual void round(const Part& from, const Part& to) = 0;
@@ -40,7 +40,7 @@ class Order {
 /// Transfers between ranks, and the memory of a group for them.
 class Memory : public Order {
  public:
-  enum Use : uint8_t { kStep, kNextStep, kSums, kDsinks, kSends, kReceives, kUses };
+  enum Use : uint8_t { kStep, kNextStep, kSums, kRow, kSends, kReceives, kUses };
   /// Room that is this until it is asked for again; not cleared.
   virtual std::byte* room(Use use, int64_t bytes) = 0;
   /// A step of all ranks: sends lie in kSends, which has to be asked for again after it; so many

@@ -113,9 +113,6 @@ void check_supported(const Args& args, const Options& options) {
                 fmt::format("{}: given with a group and tensors on {}, which takes none", name,
                             fulgur::name_of(args.q.device)));
   };
-  refuse_there("seqused_q", args.lengths.seqused_q.given());
-  refuse_there("seqused_k", args.lengths.seqused_k.given());
-  refuse_there("bias", args.bias.given());
   refuse_there("score_mod", options.score_mod.given());
   refuse_there("mask_mod", options.mask_mod.given());
 }
@@ -320,7 +317,11 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   used_queries(args.lengths);  // checks them
   used_keys(args.lengths);
   if (args.bias.given()) check_whole_bias(args, *this);
-  distributed::each_whole_gradient(args, [&](const Tensor& t) { sum_bytes += t.numel() * 8; });
+  if constexpr (std::is_same_v<Args, BackwardArgs>) {
+    distributed::StepMemory arena(nullptr);
+    distributed::Sums(*this, args, arena);
+    sum_bytes = arena.used();
+  }
 
   host_memory = &distributed::memory_of(group.impl(), {});
   memory = &distributed::memory_of(group.impl(), problem.device);

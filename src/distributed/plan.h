@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <memory>
 #include <string>
@@ -104,8 +105,8 @@ struct RowsPlan final : DistributedPlan::Impl {
   int64_t steps = 1;
   int64_t step_bytes = 0, common_bytes = 0;  ///< memory of a step; that ranks have in common
   Memory* memory = nullptr;                  ///< where tensors lie
-  Memory* host_memory = nullptr;             ///< for the gradients that all ranks get whole
-  int64_t sum_bytes = 0;                     ///< of these
+  Memory* host_memory = nullptr;             ///< for dsinks
+  int64_t sum_bytes = 0;                     ///< of a backward pass: Sums
   ForwardArgs planned_forward;
   BackwardArgs planned_backward;
 };
@@ -176,17 +177,51 @@ struct Step {
 /// What moves tensors there between the ranks of a group. Collective, where it is new.
 Memory& memory_of(Group::Impl& group, Device device);
 
-/// The gradients of tensors that all ranks have whole.
-template <class Args, class Visit>
-void each_whole_gradient(const Args& args, const Visit& visit) {
-  if constexpr (requires { args.dbias; }) {
-    if (args.dsinks.given()) visit(args.dsinks);
-    if (args.dbias.given()) visit(args.dbias);
-    for (const TensorBinding& t : args.tensors) {
-      if (t.grad.given()) visit(t.grad);
-    }
+/// The gradient of a bias or of a tensor of expressions, which all ranks get whole: sums over the
+/// calls of a rank, then over ranks, in their order.
+struct WholeGradient {
+  static constexpr int64_t kColumns = 32;
+  Tensor to;
+  Part sums;     // rows of kColumns, of its elements side by side
+  Part of_call;  // what a call gives, likewise
+
+  WholeGradient(const Tensor& t, DType of, StepMemory& arena) : to(t) {
+    const bool host = t.device == Device{};
+    const int64_t rows = (t.numel() + kColumns - 1) / kColumns;
+    sums = arena.rows(host ? DType::kF64 : DType::kF32, 1, rows, 1, kColumns);
+    of_call = arena.rows(host && of == DType::kF64 ? of : DType::kF32, 1, rows, 1, kColumns);
   }
-}
+  /// Of the shape of the tensor.
+  Tensor shaped(const Part& x) const {
+    Tensor t = Tensor::contiguous(x.data, x.dtype, std::span(to.shape).first(to.rank));
+    t.device = x.device;
+    return t;
+  }
+};
+
+/// The sums of a backward pass.
+struct Sums {
+  static constexpr int64_t kAtATime = 1 << 13;  // rows of whole gradients that ranks exchange
+  Part dk, dv;                                  // of the rows of this rank
+  std::deque<WholeGradient> whole;              // of the bias, then of tensors
+  Part total;                                   // over ranks, of some rows
+
+  Sums() = default;
+  Sums(const RowsPlan& plan, const BackwardArgs& args, StepMemory& arena) {
+    const Problem& p = plan.problem;
+    if (!plan.gathers_queries()) {
+      const int64_t rows = plan.k_rows.count(plan.me);
+      dk = arena.rows(plan.sum_dtype(), p.batch, rows, p.hk, p.d);
+      dv = arena.rows(plan.sum_dtype(), p.batch, rows, p.hk, p.dv);
+    }
+    if (args.dbias.given()) whole.emplace_back(args.dbias, args.bias.dtype, arena);
+    for (const TensorBinding& t : args.tensors) {
+      if (t.grad.given()) whole.emplace_back(t.grad, t.tensor.dtype, arena);
+    }
+    if (whole.empty()) return;
+    total = arena.rows(whole.front().sums.dtype, 1, kAtATime, 1, WholeGradient::kColumns);
+  }
+};
 
 /// What all ranks must have in common. `Args`: ForwardArgs, BackwardArgs.
 template <class Args>

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <deque>
 #include <future>
 #include <limits>
 #include <memory>
@@ -18,7 +17,6 @@
 
 #include "base/check.h"
 #include "base/convert.h"
-#include "distributed/elements.h"
 #include "distributed/plan.h"
 #include "distributed/shipment.h"
 
@@ -56,36 +54,27 @@ T narrow(T t, int dim, int64_t begin, int64_t count) {
   return t;
 }
 
-Tensor contiguous(void* data, DType dtype, const Tensor& like) {
-  return Tensor::contiguous(data, dtype, std::span(like.shape).first(like.rank));
+/// Calls visit(part, part) for all of two tensors of one shape, the first of which lies side by
+/// side. The columns of a part lie so, too: where the other's do not there is one.
+template <class Visit>
+void each_part(const Tensor& x, const Tensor& y, const Visit& visit) {
+  const bool apart = y.rank > 0 && y.shape[y.rank - 1] > 1 && y.strides[y.rank - 1] != 1;
+  const int split = apart && y.rank == Tensor::kMaxRank ? 1 : 0;  // the first dimension, one by one
+  const auto part_of = [&](const Tensor& t, int64_t i) {
+    Part part{static_cast<std::byte*>(t.data) + i * t.strides[0] * size_of(t.dtype),
+              t.dtype,
+              {1, 1, 1, 1},
+              {0, 0, 0, 1},
+              t.device};
+    for (int dim = split; dim < t.rank; ++dim) {
+      const int at = dim + Tensor::kMaxRank - t.rank - (apart ? 1 : 0);
+      part.shape[at] = t.shape[dim];
+      part.strides[at] = t.strides[dim];
+    }
+    return part;
+  };
+  for (int64_t i = 0; i < (split == 1 ? y.shape[0] : 1); ++i) visit(part_of(x, i), part_of(y, i));
 }
-
-/// The gradient of a tensor that all ranks have whole: sums over the calls of a rank, then over
-/// ranks, in their order.
-struct WholeGradient {
-  Tensor to;
-  std::vector<double> memory;
-
-  explicit WholeGradient(const Tensor& t = {}) : to(t), memory(t.given() ? t.numel() : 0) {}
-  Tensor sums() { return contiguous(memory.data(), DType::kF64, to); }
-};
-
-/// What a call gives of one, until it is added to the sums.
-struct CallGradient {
-  Tensor sums;
-  std::vector<double> memory;
-  Tensor own;
-
-  CallGradient(const Tensor& sums, DType of)
-      : sums(sums),
-        memory(sums.numel()),
-        own(contiguous(memory.data(), of == DType::kF64 ? of : DType::kF32, sums)) {}
-  void add() const {
-    auto* const to = static_cast<double*>(sums.data);
-    each_element(own, sums,
-                 [&](int64_t x, int64_t y) { to[y] += load_element(own.data, own.dtype, x); });
-  }
-};
 
 /// Sequences of the batch, side by side, that a call computes, and their lengths. The first one's
 /// number is that of all packed sequences.
@@ -115,10 +104,7 @@ class Work {
     used_q_ = plan.used_queries(args.lengths);
     used_k_ = plan.used_keys(args.lengths);
     if constexpr (kBackward) {
-      dsinks_ = WholeGradient(args.dsinks);
-      dbias_ = WholeGradient(args.dbias);
-      for (const TensorBinding& t : args.tensors) of_tensors_.emplace_back(t.grad);
-      if (!plan.gathers_queries()) make_sums();
+      make_sums();
     }
   }
 
@@ -151,14 +137,12 @@ class Work {
       line.add(
           [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
     }
-    line.add([this] { memory_.settle(); }).get();
+    line.add([this, mark = computing_->mark()] {
+          if constexpr (kBackward) finish_gradients(mark);
+          memory_.settle();
+        })
+        .get();
     computing_->after(memory_.mark());
-    if constexpr (kBackward) {
-      if (!plan_.gathers_queries()) round_sums();
-      finish(dsinks_);
-      finish(dbias_);
-      for (WholeGradient& g : of_tensors_) finish(g);
-    }
     memory_.after(computing_->mark());  // what comes next may compute elsewhere
   }
 
@@ -287,8 +271,8 @@ class Work {
           }
         }
       };
-      keys(step.dk, sums ? sum_dk_ : part(args_.dk));
-      keys(step.dv, sums ? sum_dv_ : part(args_.dv));
+      keys(step.dk, sums ? sums_.dk : part(args_.dk));
+      keys(step.dv, sums ? sums_.dv : part(args_.dv));
       all.run(!sums && plan_.head_ranks == 1);
     }
   }
@@ -349,17 +333,26 @@ class Work {
         const Part dv = covers ? keys(step.dv) : unused(step.part_dv);
         call.dk = dk.tensor();
         call.dv = dv.tensor();
-        std::deque<CallGradient> parts;
-        const auto part_of = [&](const Tensor& sums, DType of) {
-          return parts.emplace_back(sums, of).own;
-        };
-        if (args_.dbias.given()) call.dbias = part_of(of_bias(dbias_.sums()), args_.bias.dtype);
-        for (size_t n = 0; n < call.tensors.size(); ++n) {
-          TensorBinding& t = call.tensors[n];
-          if (t.grad.given()) t.grad = part_of(of_tensors_[n].sums(), t.tensor.dtype);
+        auto whole = sums_.whole.begin();
+        Part bias, sum_of_bias;
+        if (args_.dbias.given()) {
+          const Tensor sums = of_bias(whole->shaped(whole->sums));
+          bias = whole->of_call;
+          bias.shape = sums.shape;
+          sum_of_bias = Part::of_rows(sums);
+          bias = bias.packed(bias.data);
+          call.dbias = bias.tensor();
+          ++whole;
+        }
+        const auto of_tensors = whole;
+        for (TensorBinding& t : call.tensors) {
+          if (!t.grad.given()) continue;
+          t.grad = whole->shaped(whole->of_call);
+          ++whole;
         }
         fulgur::backward(call, options, run_);
-        for (const CallGradient& part : parts) part.add();
+        if (args_.dbias.given()) computing_->add(bias, sum_of_bias);
+        for (auto g = of_tensors; g != whole; ++g) computing_->add(g->of_call, g->sums);
         if (plan_.gathers_queries() || covers) return;
         computing_->add(dk, keys(step.dk));
         computing_->add(dv, keys(step.dv));
@@ -382,11 +375,19 @@ class Work {
   /// What no query and no key gets: no results, and gradients of 0.
   void write_padding(const Step& step) const {
     if constexpr (kBackward) {
-      fill(step.dq.tensor(), 0);
+      fill(step.dq, 0);
     } else {
-      fill(step.out.tensor(), 0);
-      if (p_.has(Arg::kLse)) fill(step.lse.tensor(), -std::numeric_limits<double>::infinity());
+      fill(step.out, 0);
+      if (p_.has(Arg::kLse)) fill(step.lse, -std::numeric_limits<float>::infinity());
     }
+  }
+
+  void fill(Part to, float value) const {
+    const std::vector<float> row(to.shape[3], value);
+    const int64_t bytes = std::ssize(row) * int64_t{sizeof(float)};
+    Part from{memory_.room(Memory::kRow, bytes), DType::kF32, to.shape, {0, 0, 0, 1}, p_.device};
+    computing_->upload(from.data, row.data(), bytes);
+    computing_->round(from, to);
   }
 
   ConstTensor slopes(const Heads& heads, const Sequences& s) const {
@@ -463,7 +464,7 @@ class Work {
     call.dk = step.part_dk.rows(0, 0).tensor();
     call.dv = step.part_dv.rows(0, 0).tensor();
     call.sinks = ConstTensor::contiguous(sinks.data(), dtype, {heads.count});
-    std::byte* const dsinks = memory_.room(Memory::kDsinks, p_.hq * int64_t{sizeof(double)});
+    std::byte* const dsinks = memory_.room(Memory::kRow, p_.hq * int64_t{sizeof(double)});
     call.dsinks = Tensor::contiguous(dsinks, dtype, {heads.count});
     call.dsinks.device = p_.device;
     Options options;
@@ -473,52 +474,57 @@ class Work {
     fulgur::backward(call, options, run_);
     computing_->download(sums.data(), dsinks, heads.count * size_of(dtype));
     for (int64_t h = 0; h < heads.count; ++h) {
-      dsinks_.memory[heads.begin + h] = load_element(sums.data(), dtype, h);
+      dsinks_[heads.begin + h] = load_element(sums.data(), dtype, h);
     }
   }
 
-  /// Adds the sums of all ranks, some at a time.
-  void finish(WholeGradient& g) {
-    constexpr int64_t kAtATime = 1 << 18;
-    const auto size = std::ssize(g.memory);
-    for (int64_t at = 0; at < size; at += kAtATime) {
-      const int64_t count = std::min(kAtATime, size - at);
-      std::vector<double> total(count);
-      const auto part_of = [&](double* sums) {
-        return Part::of_rows(Tensor::contiguous(sums, DType::kF64, {1, count, 1}));
-      };
-      Shipment all(group_, host_);
-      for (int r = 0; r < group_.ranks; ++r) {
-        all.send(r, part_of(g.memory.data() + at));
-        all.receive_sum(r, part_of(total.data()));
-      }
-      all.run(false);
-      std::ranges::copy(total, g.memory.begin() + at);
-    }
-    if (!g.to.given()) return;
-    if (g.to.device == Device{}) return convert(g.sums(), g.to);
-    std::vector<double> rounded(size);  // room for any dtype
-    const Tensor result = contiguous(rounded.data(), g.to.dtype, g.to);
-    convert(g.sums(), result);
-    computing_->upload(g.to.data, result.data, size * size_of(g.to.dtype));
-  }
-
-  /// Sums of dK and dV of the rows of this rank.
   void make_sums() {
-    const int64_t rows = plan_.k_rows.count(plan_.me);
-    const auto lay_out = [&](StepMemory arena) {
-      sum_dk_ = arena.rows(plan_.sum_dtype(), p_.batch, rows, p_.hk, p_.d);
-      sum_dv_ = arena.rows(plan_.sum_dtype(), p_.batch, rows, p_.hk, p_.dv);
-      return arena.used();
-    };
-    lay_out(StepMemory(memory_.room(Memory::kSums, lay_out(StepMemory(nullptr))), p_.device));
-    memory_.clear(sum_dk_);
-    memory_.clear(sum_dv_);
+    StepMemory counted(nullptr);
+    Sums(plan_, args_, counted);
+    StepMemory arena(memory_.room(Memory::kSums, counted.used()), p_.device);
+    sums_ = Sums(plan_, args_, arena);
+    memory_.clear(sums_.dk);
+    memory_.clear(sums_.dv);
+    for (const WholeGradient& g : sums_.whole) memory_.clear(g.sums);
+    if (args_.dsinks.given()) dsinks_.resize(p_.hq);
   }
 
-  void round_sums() {
-    computing_->round(sum_dk_, part(args_.dk));
-    computing_->round(sum_dv_, part(args_.dv));
+  /// What all ranks have computed, in the order of ranks, rounded once.
+  void finish_gradients(const Order::Mark& computed) {
+    if (!plan_.gathers_queries()) {
+      memory_.round(sums_.dk, part(args_.dk));
+      memory_.round(sums_.dv, part(args_.dv));
+    }
+    if (!sums_.whole.empty()) memory_.after(computed);
+    for (const WholeGradient& g : sums_.whole) {
+      for (int64_t at = 0; at < g.sums.shape[1]; at += Sums::kAtATime) {
+        const int64_t count = std::min(Sums::kAtATime, g.sums.shape[1] - at);
+        add_ranks(g.sums.rows(at, count), sums_.total.rows(0, count), memory_);
+      }
+      each_part(g.shaped(g.sums), g.to,
+                [&](const Part& sums, const Part& to) { memory_.round(sums, to); });
+    }
+    if (!args_.dsinks.given()) return;
+    const auto on_host = [&](void* data, DType dtype) {
+      return Part::of_rows(Tensor::contiguous(data, dtype, {1, 1, p_.hq}));
+    };
+    std::vector<double> total(p_.hq), rounded(p_.hq);  // room for any dtype
+    add_ranks(on_host(dsinks_.data(), DType::kF64), on_host(total.data(), DType::kF64), host_);
+    const Part result = on_host(rounded.data(), args_.dsinks.dtype);
+    host_.round(on_host(dsinks_.data(), DType::kF64), result);
+    memory_.upload(args_.dsinks.data, result.data, result.bytes());
+  }
+
+  /// Sums of this rank become those of all.
+  void add_ranks(const Part& sums, const Part& total, Memory& memory) const {
+    memory.clear(total);
+    Shipment all(group_, memory);
+    for (int r = 0; r < group_.ranks; ++r) {
+      all.send(r, sums);
+      all.receive_sum(r, total);
+    }
+    all.run(false);
+    memory.copy(total, sums);
   }
 
   const RowsPlan& plan_;
@@ -529,10 +535,9 @@ class Work {
   Memory& host_;
   Memory& memory_;
   std::unique_ptr<Order> computing_;
-  Part sum_dk_, sum_dv_;
+  Sums sums_;
+  std::vector<double> dsinks_;
   std::vector<int64_t> used_q_, used_k_;  // of each sequence, where not all rows exist
-  WholeGradient dsinks_, dbias_;
-  std::vector<WholeGradient> of_tensors_;
 };
 
 }  // namespace

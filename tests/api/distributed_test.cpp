@@ -222,7 +222,9 @@ class OnGpu {
     if (device_ == Device{} || !t.given() || t.numel() == 0) return;
     const auto [at, fresh] = copies_.try_emplace(t.data);
     if (fresh) {
-      at->second = {nullptr, t.numel() * size_of(t.dtype)};
+      int64_t last = 0;
+      for (int i = 0; i < t.rank; ++i) last += (t.shape[i] - 1) * t.strides[i];
+      at->second = {nullptr, (last + 1) * size_of(t.dtype)};
       at->second.data = cuda::allocate(at->second.bytes, device_.index);
       cuda::copy(at->second.data, t.data, at->second.bytes, device_.index);
       cuda::synchronize(device_.index);
@@ -271,9 +273,11 @@ Bytes compute_rank(const Shared& s, const Group& group, Device device = {}) {
   options.threads = 1;
   options.max_seqlen_q = options.max_seqlen_k = 0;
   OnGpu gpu(device);
-  for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse, &f.alibi_slopes, &f.sinks}) gpu.place(*t);
+  for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse, &f.alibi_slopes, &f.sinks, &f.bias}) {
+    gpu.place(*t);
+  }
   for (Tensor* t : {&g.q, &g.k, &g.v, &g.out, &g.dout, &g.dq, &g.dk, &g.dv, &g.lse, &g.dlse,
-                    &g.alibi_slopes, &g.sinks, &g.dsinks}) {
+                    &g.alibi_slopes, &g.sinks, &g.dsinks, &g.bias, &g.dbias}) {
     gpu.place(*t);
   }
   forward(f, options, group, s.problem.distribution, s.w.run_options);
@@ -1151,9 +1155,7 @@ class DistributedOnGpus : public testing::Test {
       const Case& c = problem.c;
       Workload w(c, 1, problem.lengths);
       problem.add(w);
-      const bool whole =
-          c.seqused || c.seqused_q || c.bias != Bias::kNone || w.options.score_mod.given();
-      if (c.dtype == DType::kF64 || whole) continue;
+      if (c.dtype == DType::kF64 || w.options.score_mod.given()) continue;
       if (c.dtype == DType::kF32) problem.c.dtype = DType::kBF16;
       all.push_back(problem);
     }
@@ -1196,6 +1198,28 @@ TEST_F(DistributedOnGpus, OfFewRows) {
   }
 }
 
+// Lengths of sequences of the batch, and a bias, whose gradient all ranks get.
+TEST_F(DistributedOnGpus, WholeTensors) {
+  const Problem problem{{.dtype = DType::kBF16,
+                         .batch = 2,
+                         .sq = 100,
+                         .sk = 140,
+                         .hq = 2,
+                         .hk = 1,
+                         .d = 32,
+                         .dv = 32,
+                         .mask = causal(),
+                         .seqused_q = true,
+                         .seqused = true,
+                         .bias = Bias::kHeads},
+                        {Sharding::kContiguous}};
+  Workload w(problem.c, 10);
+  const Expected e = expect(w);
+  ASSERT_NO_FATAL_FAILURE(compute_by(2, {problem, w}, count_));
+  EXPECT_TRUE(forward_is_right(w, e));
+  EXPECT_TRUE(backward_is_right(w, e));
+}
+
 TEST_F(DistributedOnGpus, InvariantToRanks) {
   for (const Problem& problem : problems()) {
     SCOPED_TRACE(problem.c.name());
@@ -1208,7 +1232,13 @@ TEST_F(DistributedOnGpus, InvariantToRanks) {
       SCOPED_TRACE(testing::Message() << ranks << " ranks");
       ASSERT_NO_FATAL_FAILURE(compute_by(ranks, s, count_));
       const auto got = outputs_of(s);
-      for (size_t i = 0; i < got.size(); ++i) EXPECT_EQ(got[i] == want[i], true) << "output " << i;
+      for (size_t i = 0; i < got.size(); ++i) {
+        const bool shared = s.outputs()[i].tensor.data == w.backward.dbias.data &&
+                            problem.c.bias != Bias::kAll;  // by rows or heads of all ranks
+        if (!shared) {
+          EXPECT_EQ(got[i] == want[i], true) << "output " << i;
+        }
+      }
     }
   }
 }
