@@ -18,17 +18,38 @@ namespace fulgur::distributed {
 
 /// Each query as a sequence of its own: which of the keys on this rank it sees.
 struct PagesPlan::Rows {
-  std::vector<int32_t> first, end, table, diagonal;
+  std::vector<int32_t> first, end, diagonal;
 };
 
 namespace {
 
-/// A part that lies side by side, with each query as a sequence of its own, and its LSE.
-Tensor by_rows(const Part& x) {
-  return Tensor::contiguous(x.data, x.dtype, {x.shape[0] * x.shape[1], 1, x.shape[2], x.shape[3]});
+Tensor contiguous(const Part& x, std::initializer_list<int64_t> shape) {
+  Tensor t = Tensor::contiguous(x.data, x.dtype, shape);
+  t.device = x.device;
+  return t;
 }
-Tensor lse_by_rows(const Part& x) {
-  return Tensor::contiguous(x.data, x.dtype, {x.shape[0] * x.shape[1], x.shape[2], 1});
+
+/// Rows that lie side by side, with each query as a sequence of its own, and their LSE.
+Tensor by_rows(const Part& x) { return contiguous(x, {x.shape[1], 1, x.shape[2], x.shape[3]}); }
+Tensor lse_by_rows(const Part& x) { return contiguous(x, {x.shape[1], x.shape[2], 1}); }
+
+/// The rows of all sequences as those of one, where they lie at one distance: less to copy.
+Part as_one(const Part& x) {
+  const auto& [batches, rows, heads, dim] = x.shape;
+  if (rows != 1 && x.strides[0] != rows * x.strides[1]) return x;
+  Part one = x;
+  one.shape = {1, batches * rows, heads, dim};
+  one.strides = {0, x.strides[rows == 1 ? 0 : 1], x.strides[2], x.strides[3]};
+  return one;
+}
+
+/// Rows that lie side by side, as those of the sequences of another part.
+Part like(const Part& other, const Part& x) {
+  const int64_t rows = other.shape[1], heads = x.shape[2], dim = x.shape[3];
+  Part part = x;
+  part.shape = {other.shape[0], rows, heads, dim};
+  part.strides = {rows * heads * dim, heads * dim, dim, 1};
+  return part;
 }
 
 }  // namespace
@@ -37,23 +58,27 @@ struct PagesPlan::Memory {
   Part q, out, lse;              // of all heads, over the keys of this rank
   std::vector<Part> outs, lses;  // of some heads, from all ranks
   Part merged, merged_lse;
+  Part table, diagonal, first;  // of queries: pages, and Rows
 
   Memory(const PagesPlan& plan, StepMemory arena) {
     const Problem& p = plan.problem_;
-    const DType partial = plan.partial_dtype();
+    const DType partial = plan.partial_dtype(), of_lse = p.lse_dtype();
     const int64_t heads = plan.heads(plan.me_).count;
     const auto rows = [&](DType dtype, int64_t of_heads, int64_t dim) {
-      return arena.rows(dtype, p.batch, p.sq, of_heads, dim);
+      return arena.rows(dtype, 1, plan.rows(), of_heads, dim);
     };
     q = rows(partial, p.hq, p.d);
     out = rows(partial, p.hq, p.dv);
-    lse = rows(partial, p.hq, 1);
+    lse = rows(of_lse, p.hq, 1);
     for (int r = 0; r < plan.ranks_; ++r) {
       outs.push_back(rows(partial, heads, p.dv));
-      lses.push_back(rows(partial, heads, 1));
+      lses.push_back(rows(of_lse, heads, 1));
     }
     merged = rows(p.dtypes.out, heads, p.dv);
-    merged_lse = rows(partial, heads, 1);
+    merged_lse = rows(of_lse, heads, 1);
+    if (p.sq > 1) table = rows(DType::kI32, 1, plan.planned_.cache.page_table.shape[1]);
+    diagonal = rows(DType::kI32, 1, 1);
+    first = rows(DType::kI32, 1, 1);
     bytes = arena.used();
   }
   int64_t bytes;
@@ -81,10 +106,6 @@ void check_by_page(const ForwardArgs& args, const Options& options,
   refuse("mask_mod", options.mask_mod.given());
   refuse("dropout_p", options.dropout_p != 0);
   refuse("origin", options.origin != Origin{});
-  if (!on_host(args.q)) {
-    throw Error(Status::kUnsupported,
-                fmt::format("q: got {}, want cpu with rows by page", name_of(args.q.device)));
-  }
   const ConstTensor& used = args.lengths.seqused_k;
   if (used.given() && !on_host(used)) fail("seqused_k", "got {}, want cpu", name_of(used.device));
 }
@@ -156,7 +177,6 @@ PagesPlan::Rows PagesPlan::rows_of(const ForwardArgs& args) const {
   check_data("seqused_k", args.lengths.seqused_k);
   check_data("page_table", table);
   const auto* const lengths = static_cast<const int32_t*>(args.lengths.seqused_k.data);
-  const auto* const ids = static_cast<const int32_t*>(table.data);
   const int64_t pages = table.shape[1];
   Rows all;
   for (int64_t n = 0; n < problem_.batch; ++n) {
@@ -172,8 +192,6 @@ PagesPlan::Rows PagesPlan::rows_of(const ForwardArgs& args) const {
       all.first.push_back(static_cast<int32_t>(seen.empty() ? 0 : keys_before(seen.begin)));
       all.end.push_back(static_cast<int32_t>(seen.empty() ? 0 : keys_before(seen.end)));
       all.diagonal.push_back(static_cast<int32_t>(diagonal_of(problem_.mask, sequence, i)));
-      const auto* const own = ids + n * table.strides[0];
-      all.table.insert(all.table.end(), own, own + pages);
     }
   }
   return all;
@@ -185,14 +203,23 @@ void PagesPlan::run(const ForwardArgs& args, const Run& run) const {
 
 void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
   const Problem& p = problem_;
-  const std::unique_ptr<std::byte[]> base(new std::byte[workspace_bytes()]);
-  const Memory memory(*this, StepMemory(base.get()));
-  Rows of_rows = rows_of(args);
   const int64_t n = rows();
+  if (n == 0) return;
+  const std::unique_ptr<Order> order = transfers_->computing(run);
+  transfers_->after(order->mark());
+  std::byte* const room = transfers_->room(distributed::Memory::kStep, workspace_bytes());
+  order->after(transfers_->mark());
+  const Memory memory(*this, StepMemory(room, p.device));
+  Rows of_rows = rows_of(args);
   const auto numbers = [](std::vector<int32_t>& of, std::initializer_list<int64_t> shape) {
     return ConstTensor::contiguous(of.data(), DType::kI32, shape);
   };
-  convert(args.q, memory.q.tensor());
+  const auto placed = [&](const std::vector<int32_t>& of, const Part& at) {
+    order->upload(at.data, of.data(), at.bytes());
+    return contiguous(at, {n});
+  };
+  const Part queries = as_one(Part::of_rows(args.q));
+  order->round(queries, like(queries, memory.q));
 
   ForwardArgs call;
   call.q = by_rows(memory.q);
@@ -201,14 +228,27 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
   call.out = by_rows(memory.out);
   call.lse = lse_by_rows(memory.lse);
   call.descales = args.descales;
-  call.cache.page_table = numbers(of_rows.table, {n, args.cache.page_table.shape[1]});
+  call.cache.page_table = args.cache.page_table;
+  if (p.sq > 1) {  // each query has the pages of its sequence
+    const ConstTensor& table = args.cache.page_table;
+    const Part of_queries{static_cast<std::byte*>(const_cast<void*>(table.data)),
+                          table.dtype,
+                          {p.batch, p.sq, 1, table.shape[1]},
+                          {table.strides[0], 0, 0, 1},
+                          table.device};
+    order->copy(of_queries, like(of_queries, memory.table));
+    call.cache.page_table = contiguous(memory.table, {n, table.shape[1]});
+  }
   call.cache.leftpad_k = numbers(of_rows.first, {n});
   call.lengths.seqused_k = numbers(of_rows.end, {n});
   std::vector<float> sinks(p.hq);
   if (me_ == 0 && args.sinks.given()) {  // they join the softmax once
-    const Tensor own = Tensor::contiguous(sinks.data(), DType::kF32, {p.hq});
-    convert(args.sinks, own);
-    call.sinks = own;
+    call.sinks = args.sinks;
+    if (p.device == Device{}) {
+      const Tensor own = Tensor::contiguous(sinks.data(), DType::kF32, {p.hq});
+      convert(args.sinks, own);
+      call.sinks = own;
+    }
   }
   Options options = options_;
   options.mask = full();
@@ -217,12 +257,13 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
   if (args.alibi_slopes.given()) {
     options.score_mod = alibi(args.alibi_slopes, p.sq, p.cache.page, me_, ranks_);
     call.tensors = {{"slope", args.alibi_slopes},
-                    {"diagonal", numbers(of_rows.diagonal, {n})},
-                    {"first", numbers(of_rows.first, {n})}};
+                    {"diagonal", placed(of_rows.diagonal, memory.diagonal)},
+                    {"first", placed(of_rows.first, memory.first)}};
   }
   fulgur::forward(call, options, run);
 
   Group::Impl& group = group_.impl();
+  transfers_->after(order->mark());
   Shipment partials(group, *transfers_);
   for (int r = 0; r < ranks_; ++r) {
     for (const auto& [all, from] :
@@ -232,6 +273,7 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
     }
   }
   partials.run(false);
+  order->after(transfers_->mark());
   if (heads(me_).count > 0) {
     std::vector<Partial> parts;
     for (int r = 0; r < ranks_; ++r) {
@@ -239,16 +281,20 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
     }
     merge(parts, {by_rows(memory.merged), lse_by_rows(memory.merged_lse)}, run);
   }
+  transfers_->after(order->mark());
   Shipment results(group, *transfers_);
   for (int r = 0; r < ranks_; ++r) {
     const auto exchange = [&](const Part& own, const Part& all) {
-      results.send(r, own);
+      results.send(r, like(all, own));
       results.receive(r, all.heads(heads(r).begin, heads(r).count));
     };
-    exchange(memory.merged, Part::of_rows(args.out));
-    if (args.lse.given()) exchange(memory.merged_lse, Part::of_lse(args.lse));
+    exchange(memory.merged, as_one(Part::of_rows(args.out)));
+    if (args.lse.given()) exchange(memory.merged_lse, as_one(Part::of_lse(args.lse)));
   }
   results.run(false);
+  transfers_->settle();
+  order->after(transfers_->mark());
+  transfers_->after(order->mark());
 }
 
 int64_t PagesPlan::workspace_bytes() const { return Memory(*this, StepMemory(nullptr)).bytes; }

@@ -25,8 +25,10 @@ class PagesPlan final : public DistributedPlan::Impl {
   struct Memory;
 
   int64_t rows() const { return problem_.batch * problem_.sq; }
+  /// Of the results of a rank: on GPUs that of q, as kernels write it.
   DType partial_dtype() const {
-    return problem_.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32;
+    const DType q = problem_.dtypes.q;
+    return problem_.device != Device{} || q == DType::kF64 ? q : DType::kF32;
   }
   /// The heads that a rank merges.
   Heads heads(int rank) const;

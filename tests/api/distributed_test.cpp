@@ -667,89 +667,96 @@ struct Pages {
   }
 };
 
+/// Of 16-bit floats alone where GPUs compute them.
+std::vector<Case> decoding_cases() {
+  const Case base{.dtype = DType::kBF16,
+                  .batch = 3,
+                  .sq = 1,
+                  .sk = 300,
+                  .hq = 8,
+                  .hk = 2,
+                  .mask = causal(),
+                  .seqused = true,
+                  .sinks = true};
+  std::vector<Case> all(4, base);
+  const auto change = [](Case& c, DType dtype, int64_t batch, int64_t sq, int64_t sk, int64_t h) {
+    c.dtype = dtype;
+    c.batch = batch;
+    c.sq = sq;
+    c.sk = sk;
+    c.hq = c.hk = h;
+    c.sinks = false;
+  };
+  change(all[1], DType::kF16, 2, 3, 150, 3);
+  all[1].d = all[1].dv = 16;
+  all[1].mask = chunked(60, causal());
+  all[1].softcap = 5;
+  all[1].alibi = Alibi::kHeads;
+  change(all[2], DType::kF32, 2, 4, 200, 4);
+  all[2].d = 32;
+  all[2].dv = 48;
+  all[2].mask = window(90, 0);
+  all[2].alibi = Alibi::kBatchHeads;
+  change(all[3], DType::kF64, 1, 2, 70, 2);
+  all[3].hk = 1;
+  all[3].mask = top_left(causal());
+  return all;
+}
+
+/// All ranks compute a call twice, over pages that they share out, into the workload's outputs.
+void compute_by_pages(int ranks, Workload& w, int gpus = 0) {
+  w.seal();
+  const int port = free_port();
+  Processes processes(ranks, [&](int rank) {
+    const Group group = Group::connect(rank, ranks, "127.0.0.1", port, 60);
+    ForwardTensors f = w.forward;
+    Pages k(f.k, ranks, rank), v(f.v, ranks, rank);
+    f.k = k.tensor;
+    f.v = v.tensor;
+    f.page_table = k.table;
+    OnGpu gpu(gpus == 0 ? Device{} : Device{DeviceType::kCuda, rank % gpus});
+    for (Tensor* t : {&f.q, &f.k, &f.v, &f.out, &f.lse, &f.alibi_slopes, &f.sinks, &f.page_table}) {
+      gpu.place(*t);
+    }
+    const auto compute = [&] {
+      forward(f, w.options, group, {.sharding = Sharding::kByPage});
+      gpu.bring_back();
+      Bytes all = bits(w.forward.out);
+      const Bytes lse = bits(w.forward.lse);
+      all.insert(all.end(), lse.begin(), lse.end());
+      return all;
+    };
+    const Bytes first = compute();
+    return compute() == first ? first : bytes_of("error: other bits in the second run");
+  });
+  const Bytes first = processes.result(0);
+  const Tensor &out = w.forward.out, &lse = w.forward.lse;
+  const size_t size = bits(out).size();
+  ASSERT_EQ(first.size(), size + bits(lse).size())
+      << std::string(reinterpret_cast<const char*>(first.data()), first.size());
+  for (int rank = 1; rank < ranks; ++rank) EXPECT_EQ(processes.result(rank) == first, true);
+  const auto store = [](const Tensor& t, const std::byte* from) {
+    std::vector<int64_t> rows(t.shape[0]);
+    std::iota(rows.begin(), rows.end(), 0);
+    const int64_t element = size_of(t.dtype);
+    Taken taken = take(t, 0, rows);
+    std::memcpy(taken.memory.data(), from, t.numel() * element);
+    each_pair(t, taken.tensor, 0, rows,
+              [&](std::byte* x, std::byte* y) { std::memcpy(x, y, element); });
+  };
+  store(out, first.data());
+  store(lse, first.data() + size);
+}
+
 TEST(DistributedPages, ResultsOfAllRanksAreMerged) {
-  const std::vector<Case> cases = {{.dtype = DType::kBF16,
-                                    .batch = 3,
-                                    .sq = 1,
-                                    .sk = 300,
-                                    .hq = 8,
-                                    .hk = 2,
-                                    .mask = causal(),
-                                    .seqused = true,
-                                    .sinks = true},
-                                   {.dtype = DType::kF32,
-                                    .batch = 2,
-                                    .sq = 4,
-                                    .sk = 200,
-                                    .hq = 4,
-                                    .hk = 4,
-                                    .d = 32,
-                                    .dv = 48,
-                                    .mask = window(90, 0),
-                                    .alibi = Alibi::kBatchHeads,
-                                    .seqused = true},
-                                   {.dtype = DType::kF16,
-                                    .batch = 2,
-                                    .sq = 3,
-                                    .sk = 150,
-                                    .hq = 3,
-                                    .hk = 3,
-                                    .d = 16,
-                                    .dv = 16,
-                                    .mask = chunked(60, causal()),
-                                    .softcap = 5,
-                                    .alibi = Alibi::kHeads,
-                                    .seqused = true},
-                                   {.dtype = DType::kF64,
-                                    .sq = 2,
-                                    .sk = 70,
-                                    .hq = 2,
-                                    .hk = 1,
-                                    .mask = top_left(causal()),
-                                    .seqused = true}};
-  for (const Case& c : cases) {
+  for (const Case& c : decoding_cases()) {
     SCOPED_TRACE(c.name());
     Workload w(c, 1);
     w.options.threads = 1;
     const Expected e = expect(w);
     for (const int ranks : {1, 2, 3, 5}) {
       SCOPED_TRACE(testing::Message() << ranks << " ranks");
-      w.seal();
-      const int port = free_port();
-      Processes processes(ranks, [&](int rank) {
-        const Group group = Group::connect(rank, ranks, "127.0.0.1", port, 60);
-        ForwardArgs args = w.forward;
-        const Pages k(w.forward.k, ranks, rank), v(w.forward.v, ranks, rank);
-        args.k = k.tensor;
-        args.v = v.tensor;
-        args.cache.page_table = k.table;
-        const auto compute = [&] {
-          forward(args, w.options, group, {.sharding = Sharding::kByPage});
-          Bytes all = bits(w.forward.out);
-          const Bytes lse = bits(w.forward.lse);
-          all.insert(all.end(), lse.begin(), lse.end());
-          return all;
-        };
-        const Bytes first = compute();
-        return compute() == first ? first : bytes_of("error: other bits in the second run");
-      });
-      const Bytes first = processes.result(0);
-      const Tensor &out = w.forward.out, &lse = w.forward.lse;
-      const size_t size = bits(out).size();
-      ASSERT_EQ(first.size(), size + bits(lse).size())
-          << std::string(reinterpret_cast<const char*>(first.data()), first.size());
-      for (int rank = 1; rank < ranks; ++rank) EXPECT_EQ(processes.result(rank) == first, true);
-      const auto store = [](const Tensor& t, const std::byte* from) {
-        std::vector<int64_t> rows(t.shape[0]);
-        std::iota(rows.begin(), rows.end(), 0);
-        const int64_t element = size_of(t.dtype);
-        Taken taken = take(t, 0, rows);
-        std::memcpy(taken.memory.data(), from, t.numel() * element);
-        each_pair(t, taken.tensor, 0, rows,
-                  [&](std::byte* x, std::byte* y) { std::memcpy(x, y, element); });
-      };
-      store(out, first.data());
-      store(lse, first.data() + size);
+      ASSERT_NO_FATAL_FAILURE(compute_by_pages(ranks, w));
       EXPECT_TRUE(forward_is_right(w, e));
     }
   }
@@ -1063,18 +1070,23 @@ TEST(Distributed, ExchangeByTheCaller) {
 
 // --------------------------------------------------------------------------------------- failures
 
+/// What ranks compute when one of them gets a signal.
+Problem interrupted(int gpus) {
+  return {{.dtype = gpus > 0 ? DType::kBF16 : DType::kF32,
+           .sq = 512,
+           .sk = 512,
+           .hq = 4,
+           .hk = 4,
+           .d = 32,
+           .dv = 32,
+           .mask = causal()},
+          {Sharding::kZigzag}};
+}
+
 /// Ranks that compute until an error, which they return with what the group says afterwards; rank 1
 /// gets a signal after a while.
 std::vector<std::string> after_signal(int signal, int milliseconds, double deadline, int gpus = 0) {
-  const Problem problem{{.dtype = gpus > 0 ? DType::kBF16 : DType::kF32,
-                         .sq = 512,
-                         .sk = 512,
-                         .hq = 4,
-                         .hk = 4,
-                         .d = 32,
-                         .dv = 32,
-                         .mask = causal()},
-                        {Sharding::kZigzag}};
+  const Problem problem = interrupted(gpus);
   Workload w(problem.c, 5);
   const Shared s{problem, w};
   const int port = free_port();
@@ -1109,13 +1121,14 @@ TEST(DistributedFailures, ARankThatIsKilled) {
   }
 }
 
+/// What ranks return where rank 1 hangs.
+std::string said_of_hanging(int seconds) {
+  const std::string what = fmt::format("rank 1 made no step for {} s", seconds);
+  return fmt::format("{}|{}|group: it is dead, as {}; make a new one", what, what, what);
+}
+
 TEST(DistributedFailures, ARankThatHangs) {
-  for (const std::string& text : after_signal(SIGSTOP, 30, 1)) {
-    EXPECT_EQ(
-        text,
-        "rank 1 made no step for 1 s|rank 1 made no step for 1 s|group: it is dead, as rank 1 "
-        "made no step for 1 s; make a new one");
-  }
+  for (const std::string& text : after_signal(SIGSTOP, 30, 1)) EXPECT_EQ(text, said_of_hanging(1));
 }
 
 // ------------------------------------------------------------------------------------------- GPUs
@@ -1220,6 +1233,21 @@ TEST_F(DistributedOnGpus, WholeTensors) {
   EXPECT_TRUE(backward_is_right(w, e));
 }
 
+// Caches whose pages lie on all of them.
+TEST_F(DistributedOnGpus, Pages) {
+  for (const Case& c : decoding_cases()) {
+    if (size_of(c.dtype) != 2) continue;
+    SCOPED_TRACE(c.name());
+    Workload w(c, 1);
+    const Expected e = expect(w);
+    for (const int ranks : {2, 3}) {
+      SCOPED_TRACE(testing::Message() << ranks << " ranks");
+      ASSERT_NO_FATAL_FAILURE(compute_by_pages(ranks, w, count_));
+      EXPECT_TRUE(forward_is_right(w, e));
+    }
+  }
+}
+
 TEST_F(DistributedOnGpus, InvariantToRanks) {
   for (const Problem& problem : problems()) {
     SCOPED_TRACE(problem.c.name());
@@ -1268,6 +1296,19 @@ TEST_F(DistributedOnGpus, ARankThatIsKilled) {
     for (const std::string& text : after_signal(SIGKILL, milliseconds, 60, count_)) {
       EXPECT_EQ(text, "rank 1 left|rank 1 left|group: it is dead, as rank 1 left; make a new one");
     }
+  }
+}
+
+TEST_F(DistributedOnGpus, ARankThatHangs) {
+  const Problem problem = interrupted(count_);
+  Workload w(problem.c, 5);
+  ASSERT_NO_FATAL_FAILURE(compute_by(3, {problem, w}, count_));  // compiles the kernels
+  for (const int milliseconds : {1500, 3000}) {
+    const auto before = std::chrono::steady_clock::now();
+    for (const std::string& text : after_signal(SIGSTOP, milliseconds, 4, count_)) {
+      EXPECT_EQ(text, said_of_hanging(4));
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(20));
   }
 }
 
