@@ -1,15 +1,17 @@
 #!/usr/bin/env python3
 """Attention over several processes, on the GPUs of a machine or on its CPU: a table for numbers of ranks.
 
-    bench/distributed.py --ranks 1,2,4,8                    # 32k to 512k tokens, 32/8 and 64/8 heads, both passes
+    bench/distributed.py --ranks 1,2,4,8 --seconds 600 --json F    # 32k to 512k tokens, 32/8 and 64/8 heads, both passes
+    tools/distributed_table.py --write F                           # docs/performance/distributed.*
     bench/distributed.py --device cpu --ranks 1,2 --lengths 1k --json distributed.json
-    bench/distributed.py --simulate 64 --lengths 1m         # the share of some ranks of 64, on one device
+    bench/distributed.py --simulate 64 --lengths 1m                # the share of some ranks of 64, on one device
 
-Each number of ranks is a run of as many processes, a GPU each. A row has the time of a call, its TFLOP/s a rank (a
-causal call counts as half of a full one), how many times faster than one device it is, and what the model of
-`fulgur explain --ranks` expects of it: the share of what one device took in the same run, and what the model says of
-waiting. `invariant` calls are compared with one device's bits. A peer whose result is another one than fulgur's is not
-timed.
+Of as many processes as the largest number of ranks, a GPU each, the first ones compute. A row has the time of a call,
+its TFLOP/s a rank (a causal call counts as half of a full one), how many times faster than one device it is, and what
+the model of `fulgur explain --ranks` expects of it: the share of what one device took in the same run, and what the
+model says of waiting. `invariant` calls are compared with one device's bits. A peer whose result is another one than
+fulgur's is not timed. In `--seconds` the rows that say most come first: one device and gather, causal calls of middle
+lengths; those that there is no time for are named.
 
 Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows (Ulysses), `2d` does both. fulgur has no ring;
 `ring` is ring-flash-attention's zigzag one, on the module flash_attn that is installed, or on PyTorch's own build of
@@ -18,10 +20,11 @@ context_parallel likewise.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
+import datetime
 import json
-import math
 import os
 import pathlib
 import re
@@ -37,15 +40,7 @@ import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARDING = {True: "zigzag", False: "contiguous"}  # of causal calls and of full ones
-# TFLOP/s of an H100, of 8, of 64 query and 8 key heads of 128 columns: MagiAttention's charts, forward and backward.
-PUBLISHED = {
-    "MagiAttention": (645, 529),
-    "TransformerEngine, ring": (421, 432),
-    "all-gather": (600, 516),
-    "Ulysses": (600, 582),
-    "USP": (593, 572),
-}
-PUBLISHED_CASE = dict(heads=64, kv_heads=8, d=128, causal=True, ranks=8)
+HEAD_RANKS = {"gather": lambda size: 1, "heads": lambda size: size, "2d": lambda size: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,13 +70,18 @@ class Rank:
 
     def __init__(self, args):
         self.args = args
-        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.cuda = args.device == "cuda"
         self.device = torch.device("cuda", self.rank) if self.cuda else torch.device("cpu")
         if self.cuda:
             torch.cuda.set_device(self.device)
         dist.init_process_group("nccl" if self.cuda else "gloo", device_id=self.device if self.cuda else None)
         self.dtype = torch.bfloat16
+        self.size, self.group = self.world, None  # use() narrows them
+        self.groups, self.of_fulgur = {}, {}
+        if not args.simulate:
+            for size, port in zip(args.ranks, os.environ["PORTS"].split(",")):
+                self.groups[size] = dist.new_group(range(size)), port
         self.after = lambda: None  # what is called when a row is measured
 
     def whole(self, case, name):
@@ -97,6 +97,15 @@ class Rank:
         rows = torch.from_numpy(rows_of(SHARDING[case.causal], case.s, self.size, self.rank)).to(self.device)
         return [self.whole(case, name)[:, rows].contiguous() for name in ("q", "k", "v", "out")]
 
+    def use(self, size):
+        """The first ranks compute from now on."""
+        self.size = size
+        self.group, port = self.groups[size]
+        if size not in self.of_fulgur:
+            from fulgur import distributed as fd
+
+            self.of_fulgur[size] = fd.Group.connect(self.rank, size, os.environ["MASTER_ADDR"], int(port))
+
     def seconds(self, run):
         """Median of some calls, which all ranks begin together."""
         times = []
@@ -110,26 +119,26 @@ class Rank:
             times.append(time.perf_counter() - start)
             # All ranks count alike: by the slowest one of each call.
             times[-1] = self.slowest(times[-1])
-            if len(times) >= 20 or sum(times) >= self.args.seconds:
+            if len(times) >= 20 or sum(times) >= self.args.row_seconds:
                 return statistics.median(times)
 
     def slowest(self, value):
         value = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(value, dist.ReduceOp.MAX)
+        dist.all_reduce(value, dist.ReduceOp.MAX, group=self.group)
         return value.item()
 
     def wait(self):
         if self.cuda:
             torch.cuda.synchronize()
-        dist.barrier()
+        dist.barrier(group=self.group)
 
     def fulgur(self, case, head_ranks, **options):
         """A function that makes a call of fulgur, and what it last returned."""
         from fulgur import distributed as fd
 
         q, k, v, dout = self.own(case)
-        how = dict(group=dist.group.WORLD, sharding=SHARDING[case.causal], head_ranks=head_ranks, causal=case.causal,
-                   **options)  # fmt: skip
+        how = dict(group=self.of_fulgur[self.size], sharding=SHARDING[case.causal], head_ranks=head_ranks,
+                   causal=case.causal, **options)  # fmt: skip
         if not case.backward:
             return lambda: (fd.attention(q, k, v, **how),)
         out, lse = fd.attention(q, k, v, return_lse=True, **how)
@@ -150,7 +159,7 @@ class Rank:
             raise ValueError("its zigzag is for causal calls")
         if not (self.cuda or own_kernels):
             raise ValueError("FlashAttention's kernels are for GPUs")
-        return self.by_autograd(case, *self.own(case), ring_attention(own_kernels))
+        return self.by_autograd(case, *self.own(case), ring_attention(own_kernels, self.group))
 
     def ring_fulgur(self, case):
         return self.ring(case, True)
@@ -163,7 +172,7 @@ class Rank:
 
         if not self.cuda:
             raise ValueError("it has no SDPA of CPUs")
-        mesh = dist.device_mesh.init_device_mesh(self.args.device, (self.size,))
+        mesh = dist.device_mesh.DeviceMesh.from_group(self.group, self.args.device)
         # It shares out buffers of all rows; keys get as many heads as queries have.
         q, k, v, dout = (self.whole(case, name) for name in ("q", "k", "v", "out"))
         k, v = (x.repeat_interleave(case.heads // case.kv_heads, 2) for x in (k, v))
@@ -219,39 +228,49 @@ class Rank:
             raise ValueError(f"its result is off by {off:.2f} of the largest element")
 
     def measure(self):
-        ways = {"gather": 1, "heads": self.size, "2d": 2}
-        for case in cases_of(self.args):
-            for way in self.args.ways:
-                head_ranks = ways.get(way)
-                if self.size == 1 and way != "gather":
-                    continue
-                if head_ranks and (case.kv_heads % head_ranks or (way == "2d" and self.size % 4)):
-                    continue
-                row = dataclasses.asdict(case) | {"ranks": self.size, "way": way}
-                try:
-                    if self.size == 1:
-                        run = self.one_device(case)
-                    elif head_ranks:
-                        run = self.fulgur(case, head_ranks)
-                    else:
-                        run = getattr(self, way)(case)
-                        self.check(case, run)
-                    seconds = self.seconds(run)
-                    row |= {"ms": 1e3 * seconds, "tflops": case.flops() / seconds / self.size / 1e12}
-                    if head_ranks and self.size > 1:
-                        if self.rank == 0:  # whose rows are printed
-                            row |= predicted(self.args, case, self.size, head_ranks)
-                        if case.s <= self.args.check:
-                            row["same_bits"] = self.same_bits(case, head_ranks)
-                except (ImportError, RuntimeError, ValueError, TypeError) as error:
-                    row["missing"] = (str(error) or type(error).__name__).splitlines()[0][:200]
-                run = None
-                self.after()
-                self.after = lambda: None
-                if self.cuda:
-                    torch.cuda.empty_cache()
-                if self.rank == 0:
-                    print(json.dumps(row), flush=True)
+        self.until = time.time() + self.args.seconds
+        for case, size, way in rows_of_table(self.args):
+            row = dataclasses.asdict(case) | {"ranks": size, "way": way}
+            if not self.has_time(case, size):
+                row["missing"] = "no time"
+            elif self.rank < size:
+                self.use(size)
+                row |= self.measured(case, way)
+            if self.rank == 0:
+                print(json.dumps(row), flush=True)
+            dist.barrier()
+
+    def has_time(self, case, size):
+        """Whether rank 0 has, for a first call, one that is timed and some more."""
+        rate = 500e12 if self.cuda else 50e9
+        seconds = 3 * case.flops() / rate / size + self.args.row_seconds
+        has = torch.tensor(float(time.time() + seconds < self.until), device=self.device)
+        dist.broadcast(has, 0)
+        return has.item() == 1
+
+    def measured(self, case, way):
+        found = {}
+        try:
+            if way == "one":
+                run = self.one_device(case)
+            elif way in HEAD_RANKS:
+                run = self.fulgur(case, HEAD_RANKS[way](self.size))
+            else:
+                run = getattr(self, way)(case)
+                if case.s <= self.args.check:
+                    self.check(case, run)
+            seconds = self.seconds(run)
+            found |= {"ms": 1e3 * seconds, "tflops": case.flops() / seconds / self.size / 1e12}
+            if way in HEAD_RANKS and case.s <= self.args.check:
+                found["same_bits"] = self.same_bits(case, HEAD_RANKS[way](self.size))
+        except (ImportError, RuntimeError, ValueError, TypeError) as error:
+            found["missing"] = (str(error) or type(error).__name__).splitlines()[0][:200]
+        run = None
+        self.after()
+        self.after = lambda: None
+        if self.cuda:
+            torch.cuda.empty_cache()
+        return found
 
     def simulate(self):
         """What some ranks of many compute, on this device: its own rows stand for those of the others."""
@@ -307,7 +326,7 @@ def kernels_of_pytorch():
     return forward, backward
 
 
-def ring_attention(own_kernels):
+def ring_attention(own_kernels, group):
     """ring-flash-attention's zigzag, on fulgur's kernels or on FlashAttention's."""
     import fulgur
     from fulgur.flash_attn import flash_attn_interface as ours
@@ -327,7 +346,23 @@ def ring_attention(own_kernels):
     module = sys.modules[attention.__module__]
     kernels = (ours._flash_attn_forward, ours._flash_attn_backward) if own_kernels else theirs
     module._flash_attn_forward, module._flash_attn_backward = kernels
-    return lambda q, k, v: attention(q, k, v, causal=True)
+    return lambda q, k, v: attention(q, k, v, causal=True, group=group)
+
+
+def rows_of_table(args):
+    """(case, ranks, way), those that say most first."""
+    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "ring": 4, "ring_fulgur": 4, "torch": 6, "torch_fulgur": 5}
+    middle = 1 << 17
+    rows = []
+    for at, case in enumerate(cases_of(args)):
+        longer = case.s.bit_length() - middle.bit_length()
+        rank = (3 * longer if longer > 0 else -longer) + 2 * (not case.causal)
+        for size in args.ranks:
+            for way in ["one"] if size == 1 else args.ways:
+                head_ranks = HEAD_RANKS.get(way, lambda size: 1)(size)
+                if case.kv_heads % head_ranks == 0 and (way != "2d" or size % 4 == 0):
+                    rows.append((rank + importance[way], at, case, size, way))
+    return [row[2:] for row in sorted(rows, key=lambda row: row[:2])]
 
 
 def predicted(args, case, ranks, head_ranks):
@@ -363,16 +398,24 @@ def cases_of(args):
     ]
 
 
-def run_ranks(size, arguments, timeout):
-    """The rows that rank 0 of so many processes prints."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def run_ranks(args, arguments):
+    """The rows that rank 0 of the processes prints."""
+    size = 1 if args.simulate else max(args.ranks)
+    port, *ports = free_ports(1 + len(args.ranks))
     threads = max(1, (os.cpu_count() or 1) // size)
     processes = []
     for rank in range(size):
-        given = dict(RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port, NCCL_NVLS_ENABLE=0,
-                     TORCH_SYMM_MEM_DISABLE_MULTICAST=1, OMP_NUM_THREADS=threads)  # fmt: skip
+        given = dict(RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port,
+                     PORTS=",".join(map(str, ports)), NCCL_NVLS_ENABLE=0, TORCH_SYMM_MEM_DISABLE_MULTICAST=1,
+                     OMP_NUM_THREADS=threads)  # fmt: skip
         processes.append(subprocess.Popen(
             [sys.executable, __file__, "--worker", *arguments], env=os.environ | {k: str(v) for k, v in given.items()},
             stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True,
@@ -382,50 +425,39 @@ def run_ranks(size, arguments, timeout):
         for process in processes:
             process.kill()
 
-    timer = threading.Timer(timeout, end)
+    timer = threading.Timer(args.seconds + 120, end)  # and to begin with
     timer.start()
     rows = [json.loads(line) for line in processes[0].stdout if line.startswith("{")]
     if any([process.wait() for process in processes]):
-        print(f"{size} ranks: a process has failed, or there was no time", file=sys.stderr)
+        print("a process has failed, or there was no time", file=sys.stderr)
     timer.cancel()
     return rows
 
 
-def add_speedups(rows):
-    key = lambda row: tuple(row[f.name] for f in dataclasses.fields(Case))  # noqa: E731
-    one = {key(row): row["ms"] for row in rows if row.get("ranks") == 1 and "ms" in row}
+def case_of(row):
+    return Case(*(row[f.name] for f in dataclasses.fields(Case)))
+
+
+def add_model(args, rows):
+    """To rows of fulgur what the model expects, and to all how many times faster than one device they are."""
+    one = {case_of(row): row["ms"] for row in rows if row.get("way") == "one" and "ms" in row}
+    of_fulgur = [row for row in rows if row.get("way") in HEAD_RANKS and "ms" in row]
+
+    def model(row):
+        return predicted(args, case_of(row), row["ranks"], HEAD_RANKS[row["way"]](row["ranks"]))
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
+        for row, found in zip(of_fulgur, threads.map(model, of_fulgur)):
+            row |= found
     for row in rows:
         if "ms" not in row or "rank" in row:
             continue
-        if key(row) in one:
-            row["speedup"] = one[key(row)] / row["ms"]
+        case = case_of(row)
+        if case in one:
+            row["speedup"] = one[case] / row["ms"]
         if "model_waiting_ms" in row:
-            computing = one[key(row)] / row["ranks"] if key(row) in one else row["model_computing_ms"]
+            computing = one[case] / row["ranks"] if case in one else row["model_computing_ms"]
             row["predicted_ms"] = computing + row["model_waiting_ms"]
-
-
-def table(rows):
-    """The lines of the table, with published figures where they are of the same call."""
-    lines = ["| call | ranks | way | ms | TFLOP/s a rank | times one | model, ms | off | bits |",
-             "| --- | --- | --- | --- | --- | --- | --- | --- | --- |"]  # fmt: skip
-    for row in rows:
-        if "s" not in row:
-            lines.append(f"| {row['missing']} | | | | | | | | |")
-            continue
-        case = Case(*(row[f.name] for f in dataclasses.fields(Case)))
-        way = row.get("way", f"rank {row.get('rank')} alone")
-        if "missing" in row:
-            lines.append(f"| {case} | {row['ranks']} | {way} | {row['missing']} | | | | | |")
-            continue
-        model, off, bits = row.get("predicted_ms"), "", {True: "same", False: "OTHER"}.get(row.get("same_bits"), "")
-        if model:
-            off = f"{row['ms'] / model - 1:+.0%}"
-        numbers = [f"{row['ms']:.3f}", f"{row['tflops']:.1f}" if "tflops" in row else "",
-                   f"{row['speedup']:.2f}" if "speedup" in row else "", f"{model:.3f}" if model else ""]  # fmt: skip
-        lines.append(f"| {case} | {row['ranks']} | {way} | {' | '.join(numbers)} | {off} | {bits} |")
-    lines += ["", "Published, of 8 H100, causal, 64/8 heads d 128, TFLOP/s a GPU, forward and backward: "
-              + "; ".join(f"{who} {a}, {b}" for who, (a, b) in PUBLISHED.items()) + "."]  # fmt: skip
-    return "\n".join(lines)
 
 
 def number(text):
@@ -459,10 +491,10 @@ def main():
     add("--check", type=number, default=number("32k"), help="the longest call whose bits are compared")
     add("--link", default=None, help="as of fulgur explain; of GPUs 386e9,14us, of processes of a CPU 5e9,50us")
     add("--card", help="that the model is of; by default the device's")
-    add("--seconds", type=float, default=0.5, help="of calls that are timed, of a row")
-    add("--timeout", type=float, default=1200, help="seconds of a number of ranks")
+    add("--row-seconds", type=float, default=0.3, help="of calls that are timed, of a row")
+    add("--seconds", type=float, default=1200, help="of all rows, once the processes have met")
     add("--simulate", type=int, help="the share of some ranks of so many, on one device")
-    add("--json", type=pathlib.Path)
+    add("--json", type=pathlib.Path, help="the report to write, which tools/distributed_table.py --write takes")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.link = args.link or ("386e9,14us" if args.device == "cuda" else "5e9,50us")
@@ -471,27 +503,29 @@ def main():
         rank.simulate() if args.simulate else rank.measure()
         dist.destroy_process_group()
         return
-    arguments = [x for x in sys.argv[1:] if x != "--worker"]
-    if "--device" not in arguments:
-        arguments += ["--device", args.device]
-    rows = []
-    for size in [1] if args.simulate else args.ranks:
-        if args.device == "cuda" and size > torch.cuda.device_count():
-            print(f"{size} ranks: there are {torch.cuda.device_count()} GPUs", file=sys.stderr)
-            continue
-        rows += run_ranks(size, arguments, args.timeout)
-    add_speedups(rows)
-    print(table(rows))
-    errors = [abs(math.log(r["ms"] / r["predicted_ms"])) for r in rows if r.get("predicted_ms") and "ms" in r]
-    if errors:
-        worst, middle = (math.exp(x) - 1 for x in (max(errors), statistics.median(errors)))
-        print(f"\nThe model is off by {middle:.0%} in the median, by {worst:.0%} at most.")
-    if args.json:
-        sys.path.insert(0, str(ROOT / "tools"))
-        import report_file
+    if args.device == "cuda":
+        here = torch.cuda.device_count()
+        for size in args.ranks:
+            if size > here:
+                print(f"{size} ranks: there are {here} GPUs", file=sys.stderr)
+        args.ranks = [size for size in args.ranks if size <= here]
+    arguments = [*sys.argv[1:], "--device", args.device, "--ranks", ",".join(map(str, args.ranks))]
+    rows = run_ranks(args, arguments)
+    add_model(args, rows)
+    import fulgur
 
-        device = torch.cuda.get_device_name() if args.device == "cuda" else "CPU"
-        report_file.write(args.json, {"device": device, "link": args.link, "rows": rows})
+    sys.path.insert(0, str(ROOT / "tools"))
+    import distributed_table
+    import report_file
+
+    report = {
+        "device": torch.cuda.get_device_name() if args.device == "cuda" else "CPU",
+        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "fulgur": fulgur.__version__,
+        "link": args.link, "rows": rows,
+    }  # fmt: skip
+    print(distributed_table.markdown(report))
+    if args.json:
+        report_file.write(args.json, report)
     if any(row.get("same_bits") is False for row in rows):
         raise SystemExit("invariant calls have other bits than those of one device")
 
