@@ -69,9 +69,9 @@ class FULGUR_API DistributedPlan {
 ///
 /// With kByPage, forward alone: q, out and lse are whole on all ranks, and so is seqused_k; k, v
 /// and page_table (batch, max_pages) are those of this rank, and page_table has the pages of each
-/// sequence that lie here. Each rank computes all queries over its keys, in f32 (f64 where q is);
-/// their results are merged in the order of ranks and rounded once, which gives the same bits in
-/// every run with as many. Takes no other lengths, prefix_groups, tree_mask, bias, expressions and
+/// sequence that lie here. Each rank computes all queries over its keys, in f32 (f64 where q is, on
+/// GPUs in the dtype of q); their results are merged in the order of ranks and rounded once, which
+/// gives the same bits in every run with as many. Takes no other lengths, prefix_groups, tree_mask, bias, expressions and
 /// dropout.
 FULGUR_API DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
                                 const Distribution& distribution);
