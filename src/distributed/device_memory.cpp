@@ -8,6 +8,7 @@
 #include <fstream>
 #include <optional>
 #include <string>
+#include <thread>
 #include <utility>
 
 #include "base/check.h"
@@ -20,8 +21,9 @@ namespace {
 
 using namespace cuda;
 
-constexpr int kPriority = -8;  // the driver takes the highest that there is
-constexpr int kAddBlocks = 4;  // of an SM
+constexpr int kPriority = -8;                   // the driver takes the highest that there is
+constexpr int kAddBlocks = 4;                   // of an SM
+constexpr std::chrono::milliseconds kBeat{20};  // after which ranks say that they still wait
 
 CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
 
@@ -144,12 +146,15 @@ DeviceMemory::DeviceMemory(Group::Impl& group, int index)
     error = failed;
   }
   group.agree(error, {{"machine", machine()}}, {});
+  const CurrentContext current(gpu_.context());
+  signals_.emplace(group);
 }
 
 DeviceMemory::~DeviceMemory() {
   try {
     const CurrentContext current(gpu_.context());
     driver().cuStreamSynchronize(stream_);
+    signals_.reset();
     for (const auto& of_rank : opened_) {
       for (const Opened& other : of_rank) {
         if (other.data != 0) driver().cuIpcCloseMemHandle(other.data);
@@ -168,11 +173,7 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
   Room& room = room_of(use);
   if (room.data == 0 || room.bytes < bytes) {
     const CurrentContext current(gpu_.context());
-    if (room.data != 0 && use == kSends) {
-      replaced_.push_back(room.data);
-    } else if (room.data != 0) {
-      check(driver().cuMemFree(room.data), "cuMemFree");  // waits for the device
-    }
+    if (room.data != 0) replaced_.push_back(room.data);
     room = {};
     const int64_t size = std::max<int64_t>(bytes, 1 << 21);
     check(driver().cuMemAlloc(&room.data, size),
@@ -181,6 +182,10 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
     if (use == kSends) {
       check(driver().cuIpcGetMemHandle(&room.handle, room.data), "cuIpcGetMemHandle");
     }
+  }
+  if (use == kSends) {  // of the exchange before the last one
+    const CurrentContext current(gpu_.context());
+    each_other([&](int r) { signals_->wait(stream_, r, Signals::kTaken, count_ - 1); });
   }
   return reinterpret_cast<std::byte*>(room.data);
 }
@@ -212,28 +217,56 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
     mine[r].offset = address(sends[r].data()) - room.data;
     mine[r].bytes = sends[r].size();
   }
-  finish();  // what is sent lies there, and what came in the last exchange is here
+  ++count_;
+  each_other([&](int r) { signals_->tell(stream_, r, Signals::kReady, count_); });
   const std::vector<Offer> theirs = group_.tell(mine);
   unsettled_ = true;
   turn_ = 1 - turn_;
-  for (int i = 1; i < group_.ranks; ++i) {
-    const int r = (group_.rank + i) % group_.ranks;
+  each_other([&](int r) {
     group_.check_bytes(r, theirs[r].bytes, bytes[r]);
-    if (receives[r].empty()) continue;
-    check(driver().cuMemcpyAsync(address(receives[r].data()), open(r, theirs[r]),
-                                 receives[r].size(), stream_),
-          "cuMemcpyAsync");
-  }
+    signals_->wait(stream_, r, Signals::kReady, count_);
+    if (!receives[r].empty()) {
+      check(driver().cuMemcpyAsync(address(receives[r].data()), open(r, theirs[r]),
+                                   receives[r].size(), stream_),
+            "cuMemcpyAsync");
+    }
+    signals_->tell(stream_, r, Signals::kTaken, count_);
+  });
   return receives;
+}
+
+bool DeviceMemory::done(std::chrono::milliseconds within) {
+  const CurrentContext current(gpu_.context());
+  const auto end = std::chrono::steady_clock::now() + within;
+  for (;;) {
+    const CUresult result = driver().cuStreamQuery(stream_);
+    if (result != CUDA_ERROR_NOT_READY) {
+      check(result, "cuStreamQuery");
+      return true;
+    }
+    if (std::chrono::steady_clock::now() >= end) return false;
+    std::this_thread::yield();
+  }
 }
 
 void DeviceMemory::settle() {
   if (!std::exchange(unsettled_, false)) return;
-  finish();
-  group_.meet();
+  for (bool all = false; !all;) {  // a rank that has left is noticed when it says nothing
+    const char mine = done(kBeat) ? 1 : 0;
+    std::vector<char> theirs = group_.tell(std::vector<char>(group_.ranks, mine));
+    theirs[group_.rank] = mine;
+    all = std::ranges::find(theirs, 0) == theirs.end();
+  }
   const CurrentContext current(gpu_.context());
   for (const CUdeviceptr data : std::exchange(replaced_, {})) {
     check(driver().cuMemFree(data), "cuMemFree");
+  }
+}
+
+void DeviceMemory::abandon() {
+  try {
+    while (!done(std::chrono::milliseconds(0))) signals_->end_waits(count_);
+  } catch (const Error&) {  // the device does nothing more
   }
 }
 

@@ -1,13 +1,17 @@
 /// Memory of a GPU. Copy engines bring rows from other ranks, whose memory is opened here, so that
-/// transfers take no SM and overlap attention.
+/// transfers take no SM and overlap attention. The host says where rows lie; that they are there,
+/// and that they have been taken, streams tell each other.
 #pragma once
 
 #include <array>
+#include <chrono>
+#include <optional>
 #include <vector>
 
 #include "cuda/device/gpu.h"
 #include "distributed/group.h"
 #include "distributed/memory.h"
+#include "distributed/signals.h"
 
 namespace fulgur::distributed {
 
@@ -41,6 +45,7 @@ class DeviceMemory final : public OnStream<Memory> {
   std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
                                              std::span<const int64_t> receives) override;
   void settle() override;
+  void abandon() override;
   std::unique_ptr<Order> computing(const Run& run) override;
 
  private:
@@ -61,15 +66,24 @@ class DeviceMemory final : public OnStream<Memory> {
   };
   Room& room_of(Use use) { return rooms_.at(use == kSends ? kUses + turn_ : uint64_t{use}); }
   cuda::CUdeviceptr open(int rank, const Offer& offer);
+  /// Visits all ranks but this one, the next one first.
+  template <class Visit>
+  void each_other(const Visit& visit) const {
+    for (int i = 1; i < group_.ranks; ++i) visit((group_.rank + i) % group_.ranks);
+  }
+  /// Whether all that is in the stream has been done after so long.
+  bool done(std::chrono::milliseconds within);
 
   Group::Impl& group_;
-  /// The last two are kSends in turn: a rank that comes to the next exchange has what it got in
-  /// this one, so that the memory of this one is free when the next one has been made.
+  /// The last two are kSends in turn, so that others take what lies there while the next exchange
+  /// is prepared.
   std::array<Room, kUses + 2> rooms_;
   uint64_t turn_ = 0;
-  std::vector<cuda::CUdeviceptr> replaced_;  ///< that others may have opened
+  std::vector<cuda::CUdeviceptr> replaced_;  ///< that streams may use, of others, too
   std::vector<std::array<Opened, 2>> opened_;
   bool unsettled_ = false;
+  uint32_t count_ = 0;  ///< of exchanges
+  std::optional<Signals> signals_;
 };
 
 }  // namespace fulgur::distributed

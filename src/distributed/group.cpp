@@ -122,6 +122,9 @@ void Group::Impl::leave(const std::string& why) {
   if (!dead_.empty()) return;
   dead_ = why;
   transport_->abort(why);
+  for (const auto& [device, memory] : memories) {
+    if (memory != nullptr) memory->abandon();
+  }
 }
 
 void Group::Impl::check_bytes(int of_rank, int64_t bytes, int64_t want) const {

@@ -48,8 +48,11 @@ class Memory : public Order {
   /// finished.
   virtual std::vector<std::span<std::byte>> exchange(
       std::span<const std::span<const std::byte>> sends, std::span<const int64_t> receives) = 0;
-  /// Waits until all ranks have what this one has sent; at the end of a run.
+  /// Waits until all that has been sent is where it goes, on all ranks: the host may wait for what
+  /// computes with it. At the end of a run, too.
   virtual void settle() = 0;
+  /// No other rank is waited for any more: the group is dead.
+  virtual void abandon() {}
   /// The order in which a run computes.
   virtual std::unique_ptr<Order> computing(const Run& run) = 0;
 

@@ -294,7 +294,10 @@ class Work {
   void compute(int64_t number, const Step& step) {
     const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
     if constexpr (kBackward) {
-      if (args_.dsinks.given()) compute_dsinks(heads, step);
+      if (args_.dsinks.given()) {
+        memory_.settle();  // the host waits for them
+        compute_dsinks(heads, step);
+      }
       if (has_lengths() || (!plan_.gathers_queries() && !first_call_covers())) {
         computing_->clear(step.dk);
         computing_->clear(step.dv);

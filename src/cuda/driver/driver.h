@@ -19,7 +19,8 @@ using CUgraph = struct GraphHandle*;
 using CUgraphNode = struct GraphNodeHandle*;
 using CUuserObject = struct UserObjectHandle*;
 
-inline constexpr CUresult CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2;
+inline constexpr CUresult CUDA_SUCCESS = 0, CUDA_ERROR_OUT_OF_MEMORY = 2,
+                          CUDA_ERROR_NOT_READY = 600;
 
 enum CUdevice_attribute : int {
   CU_DEVICE_ATTRIBUTE_CLOCK_RATE = 13,  // kHz
@@ -34,6 +35,11 @@ enum CUdevice_attribute : int {
 enum CUfunction_attribute : int { CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8 };
 enum CUstream_flags : unsigned { CU_STREAM_NON_BLOCKING = 1 };
 enum CUevent_flags : unsigned { CU_EVENT_DISABLE_TIMING = 2 };
+enum CUmemhostregister_flags : unsigned {
+  CU_MEMHOSTREGISTER_PORTABLE = 1,
+  CU_MEMHOSTREGISTER_DEVICEMAP = 2,
+};
+enum CUstreamWaitValue_flags : unsigned { CU_STREAM_WAIT_VALUE_GEQ = 0 };
 enum CUipcMem_flags : unsigned { CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS = 1 };
 enum CUmemorytype : int { CU_MEMORYTYPE_DEVICE = 2 };
 struct CUipcMemHandle {
@@ -110,6 +116,10 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
     (CUfunction function, CUfunction_attribute attribute, int value))                             \
   F(cuMemAlloc, "cuMemAlloc_v2", (CUdeviceptr * pointer, size_t bytes))                           \
   F(cuMemFree, "cuMemFree_v2", (CUdeviceptr pointer))                                             \
+  F(cuMemHostRegister, "cuMemHostRegister_v2", (void* data, size_t bytes, unsigned flags))        \
+  F(cuMemHostUnregister, "cuMemHostUnregister", (void* data))                                     \
+  F(cuMemHostGetDevicePointer, "cuMemHostGetDevicePointer_v2",                                    \
+    (CUdeviceptr * pointer, void* data, unsigned flags))                                          \
   F(cuMemcpy, "cuMemcpy", (CUdeviceptr to, CUdeviceptr from, size_t bytes))                       \
   F(cuMemcpyAsync, "cuMemcpyAsync",                                                               \
     (CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream))                            \
@@ -125,6 +135,11 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
     (CUstream * stream, CUstream_flags flags, int priority))                                      \
   F(cuStreamDestroy, "cuStreamDestroy_v2", (CUstream stream))                                     \
   F(cuStreamSynchronize, "cuStreamSynchronize", (CUstream stream))                                \
+  F(cuStreamQuery, "cuStreamQuery", (CUstream stream))                                            \
+  F(cuStreamWriteValue32, "cuStreamWriteValue32_v2",                                              \
+    (CUstream stream, CUdeviceptr to, uint32_t value, unsigned flags))                            \
+  F(cuStreamWaitValue32, "cuStreamWaitValue32_v2",                                                \
+    (CUstream stream, CUdeviceptr at, uint32_t value, unsigned flags))                            \
   F(cuStreamWaitEvent, "cuStreamWaitEvent", (CUstream stream, CUevent event, unsigned flags))     \
   F(cuStreamGetCaptureInfo, "cuStreamGetCaptureInfo_v2",                                          \
     (CUstream stream, CUstreamCaptureStatus * status, unsigned long long* id, CUgraph* graph,     \

@@ -5,11 +5,13 @@
 // is said by fake_kernels.cpp, nothing, or by the emulator.
 #include "fake_driver.h"
 
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstdio>
@@ -157,6 +159,12 @@ int cuMemFree_v2(unsigned long long pointer) {
   std::free(reinterpret_cast<void*>(pointer));
   return 0;
 }
+int cuMemHostRegister_v2(void*, size_t, unsigned) { return 0; }
+int cuMemHostUnregister(void*) { return 0; }
+int cuMemHostGetDevicePointer_v2(unsigned long long* pointer, void* data, unsigned) {
+  *pointer = reinterpret_cast<uintptr_t>(data);
+  return 0;
+}
 int cuMemcpy(unsigned long long to, unsigned long long from, size_t bytes) {
   std::memcpy(reinterpret_cast<void*>(to), reinterpret_cast<void*>(from), bytes);
   return 0;
@@ -218,6 +226,16 @@ int cuStreamCreateWithPriority(void** stream, unsigned, int) {
   return 0;
 }
 int cuStreamSynchronize(void*) { return 0; }
+int cuStreamQuery(void*) { return 0; }
+int cuStreamWriteValue32_v2(void*, unsigned long long to, uint32_t value, unsigned) {
+  std::atomic_ref(*reinterpret_cast<uint32_t*>(to)).store(value);
+  return 0;
+}
+int cuStreamWaitValue32_v2(void*, unsigned long long at, uint32_t value, unsigned) {
+  const std::atomic_ref counter(*reinterpret_cast<uint32_t*>(at));
+  while (static_cast<int32_t>(counter.load() - value) < 0) sched_yield();
+  return 0;
+}
 int cuStreamWaitEvent(void*, double*, unsigned) { return 0; }
 int cuStreamDestroy_v2(void* stream) {
   delete static_cast<char*>(stream);
