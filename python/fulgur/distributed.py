@@ -12,6 +12,9 @@ have the bits of one process, whatever the number of processes. See docs/distrib
 """
 
 import datetime
+import os
+import pathlib
+import socket
 import sys
 import weakref
 
@@ -74,11 +77,18 @@ class Group:
 
     @classmethod
     def from_torch(cls, group):
-        """That of a ProcessGroup of PyTorch, or a DeviceMesh of one dimension."""
+        """That of a ProcessGroup of PyTorch, or a DeviceMesh of one dimension.
+
+        Processes of one machine get sockets of their own, which answer sooner than PyTorch's messages.
+        """
         if hasattr(group, "get_group"):  # a DeviceMesh
             group = group.get_group()
         if group not in _of_torch:
-            _of_torch[group] = cls(_TorchExchange(group), group.rank(), group.size())
+            exchange, rank, size = _TorchExchange(group), group.rank(), group.size()
+            port = exchange.port_of_machine(rank, size)
+            _of_torch[group] = (
+                cls(exchange, rank, size) if port is None else cls.connect(rank, size, _LOOPBACK, port)
+            )
         return _of_torch[group]
 
     @property
@@ -96,7 +106,17 @@ class Group:
 
 
 _of_torch = weakref.WeakKeyDictionary()
+_LOOPBACK = "127.0.0.1"
 _DEADLINE = datetime.timedelta(seconds=300)  # of Group.from_env()
+
+
+def _machine():
+    """What is the same in all processes that reach each other by the loopback interface; None where nothing is."""
+    try:
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
+        return boot.strip(), os.readlink("/proc/self/ns/net")
+    except OSError:
+        return None
 
 
 class _TorchExchange:
@@ -112,6 +132,17 @@ class _TorchExchange:
                 ranks, timeout=_DEADLINE, backend="gloo", use_local_synchronization=True
             )
         self._group = weakref.ref(self._own or group)
+
+    def port_of_machine(self, rank, size):
+        """A free port of the machine that all processes run on; None where they run on several."""
+        from torch import distributed as dist
+
+        with socket.socket() as free:
+            free.bind((_LOOPBACK, 0))
+            places = [None] * size
+            dist.all_gather_object(places, (_machine(), free.getsockname()[1]), group=self._group())
+        machine, port = places[0]
+        return port if machine is not None and all(place[0] == machine for place in places) else None
 
     def __call__(self, sends, receives):
         import torch

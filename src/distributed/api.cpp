@@ -1,6 +1,9 @@
 // The entry points of calls of groups.
 #include <memory>
+#include <string>
+#include <utility>
 
+#include "distributed/call_plans.h"
 #include "distributed/pages.h"
 #include "distributed/plan.h"
 #include "fulgur/distributed/plan.h"
@@ -23,6 +26,25 @@ void DistributedPlan::run(const BackwardArgs& args, const Run& run) const { impl
 int64_t DistributedPlan::workspace_bytes() const { return impl_->workspace_bytes(); }
 std::string DistributedPlan::explain() const { return impl_->explain(); }
 
+namespace {
+
+/// The plan of a call, of an earlier one like it where all ranks have that.
+template <class Args>
+DistributedPlan plan_of(const Args& args, const Options& options, const Group& group,
+                        const Distribution& distribution) {
+  Group::Impl& impl = group.impl();
+  std::string key = distributed::key_of(args, options, distribution);
+  const auto known = impl.plans.find(key);
+  if (known && impl.all_have(known->number)) return known->plan;
+  // The group has the plan, and not the other way round.
+  const Group unowned(std::shared_ptr<Group::Impl>(std::shared_ptr<void>(), &impl));
+  const DistributedPlan made = plan(args, options, unowned, distribution);
+  impl.plans.keep(std::move(key), {impl.agreements(), made});
+  return made;
+}
+
+}  // namespace
+
 DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
                      const Distribution& distribution) {
   if (distribution.sharding == Sharding::kByPage) {
@@ -38,12 +60,12 @@ DistributedPlan plan(const BackwardArgs& args, const Options& options, const Gro
 
 void forward(const ForwardArgs& args, const Options& options, const Group& group,
              const Distribution& distribution, const Run& run) {
-  plan(args, options, group, distribution).run(args, run);
+  plan_of(args, options, group, distribution).run(args, run);
 }
 
 void backward(const BackwardArgs& args, const Options& options, const Group& group,
               const Distribution& distribution, const Run& run) {
-  plan(args, options, group, distribution).run(args, run);
+  plan_of(args, options, group, distribution).run(args, run);
 }
 
 }  // namespace fulgur

@@ -42,6 +42,9 @@ class Nobody final : public Transport {
   void abort(const std::string&) override {}
 };
 
+/// What a rank begins with that has a plan of its call.
+constexpr char kPlan[] = "plan ";
+
 /// A number of the environment.
 std::optional<int> number(const char* name) {
   const char* const text = std::getenv(name);
@@ -169,6 +172,12 @@ std::vector<std::string> Group::Impl::gather(const std::string& text) {
   return all;
 }
 
+bool Group::Impl::all_have(uint64_t plan) {
+  const std::string mine = kPlan + std::to_string(plan);
+  const std::vector<std::string> all = gather(mine);
+  return std::ranges::count(all, mine) == ranks;
+}
+
 std::vector<std::vector<int64_t>> Group::Impl::agree(const std::optional<Error>& error,
                                                      const Fields& fields,
                                                      const std::vector<int64_t>& numbers) {
@@ -177,8 +186,11 @@ std::vector<std::vector<int64_t>> Group::Impl::agree(const std::optional<Error>&
       "{}\n{}\n{}\n", error ? static_cast<int>(error->status()) : static_cast<int>(Status::kOk),
       error ? error->what() : "", fmt::join(numbers, " "));
   for (const auto& [name, value] : fields) text += fmt::format("{}\n{}\n", name, value);
+  ++agreements_;
   std::vector<std::vector<std::string>> lines(ranks);
-  const std::vector<std::string> texts = gather(text);
+  std::vector<std::string> texts = gather(text);
+  const auto has_plan = [](const std::string& of) { return of.starts_with(kPlan); };
+  if (std::ranges::any_of(texts, has_plan)) texts = gather(text);  // they know by now
   for (int r = 0; r < ranks; ++r) {
     std::istringstream all(texts[r]);
     for (std::string line; std::getline(all, line);) lines[r].push_back(line);

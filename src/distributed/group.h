@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "distributed/call_plans.h"
 #include "distributed/memory.h"
 #include "distributed/transport.h"
 #include "fulgur/distributed/group.h"
@@ -56,12 +57,21 @@ struct Group::Impl {
   std::vector<std::vector<int64_t>> agree(const std::optional<Error>& error,
                                           const distributed::Fields& fields,
                                           const std::vector<int64_t>& numbers);
+  /// How often ranks have been asked to agree: the same on all.
+  uint64_t agreements() const { return agreements_; }
+  /// Whether all ranks ask for this plan. A rank that has none agrees about a new one meanwhile, so
+  /// that all have to where they do not.
+  bool all_have(uint64_t plan);
+
+  /// Of calls that were made without a plan.
+  distributed::CallPlans plans;
 
   /// Of the devices that plans have computed on: memory_of().
   std::map<std::pair<DeviceType, int>, std::unique_ptr<distributed::Memory>> memories;
 
  private:
   std::unique_ptr<distributed::Transport> transport_;
+  uint64_t agreements_ = 0;
   std::mutex steps_;
   mutable std::mutex state_;
   std::string dead_;

@@ -54,6 +54,13 @@ assert torch.equal(own[3].grad, whole[3].grad)
 torch.testing.assert_close(own[4].grad, whole[4].grad)
 out = fulgur.torch.attention(q, k, v, sinks=sinks, causal=True, invariant=True)
 
+# Processes that seem to be on several machines have PyTorch's messages alone.
+fd._machine = lambda: rank
+elsewhere = dist.new_group(list(range(size)), backend="gloo")
+got = fd.attention(*(x[:, rows] for x in (q, k, v)), sinks=sinks, causal=True, invariant=True, group=elsewhere,
+                   sharding="zigzag")
+assert torch.equal(got, out[:, rows])
+
 # Heads for rows.
 rows = torch.from_numpy(fd.rows_of("contiguous", 256, size, rank))
 got = fd.attention(*(x[:, rows] for x in (q, k, v)), sinks=sinks, causal=True, invariant=True, group=group,
