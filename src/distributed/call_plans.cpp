@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/check.h"
 #include "call/tensors.h"
 
 namespace fulgur::distributed {

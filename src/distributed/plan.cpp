@@ -11,7 +11,7 @@
 
 #include "base/check.h"
 #include "call/lengths.h"
-#include "distributed/device_memory.h"
+#include "distributed/device/device_memory.h"
 #include "distributed/host_memory.h"
 
 namespace fulgur {

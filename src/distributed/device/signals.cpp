@@ -1,4 +1,4 @@
-#include "distributed/signals.h"
+#include "distributed/device/signals.h"
 
 #include <atomic>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "distributed/device_memory.h"
+#include "distributed/device/device_memory.h"
 
 #include <fmt/format.h>
 #include <unistd.h>

@@ -11,7 +11,7 @@
 #include "cuda/device/gpu.h"
 #include "distributed/group.h"
 #include "distributed/memory.h"
-#include "distributed/signals.h"
+#include "distributed/device/signals.h"
 
 namespace fulgur::distributed {
 
