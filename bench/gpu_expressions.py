@@ -2,9 +2,10 @@
 are seen, and microseconds of the kernels that map tiles. Each case is a process, so that compilers run at once; they
 take turns at the GPU.
 
-    gpu_expressions.py LIBFULGUR [CASE...]
+    gpu_expressions.py LIBFULGUR [--tokens N] [--dim D] [--deterministic] [CASE...]
 """
 
+import argparse
 import ctypes
 import fcntl
 import statistics
@@ -16,7 +17,7 @@ import fulgur_c
 import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-BATCH, TOKENS, HEADS, DIM = 2, 8192, 16, 128
+BATCH, TOKENS, HEADS, DIM = 2, 8192, 16, 128  # TOKENS, DIM: unless options say otherwise
 DOCUMENT, WINDOW, PREFIX = 1024, 1024, 1024
 FULL, CAUSAL = -1, 0  # of window_right
 
@@ -28,6 +29,13 @@ def documents(ragged):
         return (torch.arange(TOKENS) // DOCUMENT).repeat(BATCH, 1).int()
     ends = torch.rand(BATCH, TOKENS, generator=generator) < 1 / DOCUMENT
     return ends.cumsum(1).int()
+
+
+def blocks(size):
+    """Which blocks of so many queries and keys are seen: a quarter of them, and those on the diagonal."""
+    generator = torch.Generator().manual_seed(size)
+    count = TOKENS // size
+    return (torch.rand(count, count, generator=generator) < 1 / 4) | torch.eye(count, dtype=torch.bool)
 
 
 def inputs(dim):
@@ -56,6 +64,13 @@ CASES = {
               lambda t: lambda b, h, q, k: q >= k),
     "softcap": (CAUSAL, "30.0 * tanh(score / 30.0)", None,
                 lambda t: lambda s, b, h, q, k: 30 * torch.tanh(s / 30), lambda t: lambda b, h, q, k: q >= k),
+    "softcap documents": (FULL, "30.0 * tanh(score / 30.0)", "doc[b, q] == doc[b, k]",
+                          lambda t: lambda s, b, h, q, k: 30 * torch.tanh(s / 30),
+                          lambda t: lambda b, h, q, k: t["doc"][b, q] == t["doc"][b, k]),
+} | {
+    f"blocks of {size}": (FULL, None, f"blocks{size}[q // {size}, k // {size}]", None,
+                          lambda t, n=size: lambda b, h, q, k: t[f"blocks{n}"][q // n, k // n])
+    for size in (64, 128, 256)
 }
 
 
@@ -106,24 +121,27 @@ def map_microseconds(run):
         run()
         torch.cuda.synchronize()
     return sum(e.device_time_total for e in profile.key_averages()
-               if any(name in e.key for name in ("panel_hulls", "tile_map")))
+               if any(name in e.key for name in ("panel_hulls", "tile_map", "map_of_rows")))
 
 
-def measure(library, name, lock):
+def measure(library, name, lock, deterministic):
     right, score_mod, mask_mod, flex_score, flex_mask = CASES[name]
     q, k, v, dout = inputs(DIM)
     known = {"doc": documents("ragged" in name).cuda(),
-             "slope": torch.exp2(-torch.arange(1, HEADS + 1, device="cuda") / 2).float()}
+             "slope": torch.exp2(-torch.arange(1, HEADS + 1, device="cuda") / 2).float(),
+             **{f"blocks{size}": blocks(size).cuda() for size in (64, 128, 256)}}
     bound = {n: t for n, t in known.items() if any(n + "[" in (text or "") for text in (score_mod, mask_mod))}
     out, lse = torch.empty_like(q), torch.empty(BATCH, HEADS, TOKENS, device="cuda")
     grads = {n: torch.empty_like(q) for n in ("dq", "dk", "dv")}
-    options = fulgur_c.Options(window_left=-1, window_right=right, engine=b"cuda",
+    options = fulgur_c.Options(window_left=-1, window_right=right, engine=b"cuda", deterministic=deterministic,
                                score_mod=score_mod and score_mod.encode(), mask_mod=mask_mod and mask_mod.encode())
     lib = fulgur_c.Fulgur(library)
     qkv = {"q": q, "k": k, "v": v}
     ours = {"forward": prepared(lib, "forward", qkv | {"out": out, "lse": lse}, bound, options),
             "backward": prepared(lib, "backward", qkv | {"dout": dout, "out": out, "lse": lse} | grads, bound, options)}
-    block_mask = flex_mask and create_block_mask(flex_mask(known), BATCH, None, TOKENS, TOKENS, device="cuda")
+    size = int(name.split()[-1]) if name.startswith("blocks") else 128
+    block_mask = flex_mask and create_block_mask(flex_mask(known), BATCH, None, TOKENS, TOKENS, device="cuda",
+                                                 BLOCK_SIZE=size)
     heads_first = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     compiled = torch.compile(flex_attention)
     flex = lambda: compiled(*heads_first, score_mod=flex_score and flex_score(known), block_mask=block_mask)  # noqa: E731
@@ -153,14 +171,25 @@ def measure(library, name, lock):
 
 
 def main():
-    library, names = sys.argv[1], sys.argv[2:]
-    if names[:1] == ["--one"]:
-        return measure(library, names[1], names[2])
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {BATCH} x {TOKENS}, {HEADS} heads, d {DIM}, bf16")
+    global TOKENS, DIM
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library")
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--dim", type=int, default=DIM)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--lock", help=argparse.SUPPRESS)
+    args = parser.parse_intermixed_args()
+    TOKENS, DIM = args.tokens, args.dim
+    if args.lock:
+        return measure(args.library, args.cases[0], args.lock, args.deterministic)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {BATCH} x {TOKENS}, {HEADS} heads, "
+          f"d {DIM}, bf16{', deterministic' * args.deterministic}")
     print("| case | forward | Flex | ratio | map | backward | Flex | ratio | map | difference from Flex |", flush=True)
     with tempfile.NamedTemporaryFile() as lock:
-        jobs = [subprocess.Popen([sys.executable, __file__, library, "--one", name, lock.name])
-                for name in names or CASES]
+        jobs = [subprocess.Popen([sys.executable, __file__, args.library, "--tokens", str(TOKENS), "--dim", str(DIM),
+                                  *["--deterministic"] * args.deterministic, "--lock", lock.name, name])
+                for name in args.cases or CASES]
         return max(job.wait() for job in jobs)
 
 

@@ -29,6 +29,7 @@ class Expressions : public EveryEngine {
   /// What it computes with the most digits.
   DType dtype() const { return precise() ? DType::kF64 : on_cuda() ? DType::kBF16 : DType::kF32; }
   void compute_case(size_t i, uint64_t seed);
+  void compare_with_all_looked_at(size_t i, uint64_t seed);
 };
 
 /// Tensors that random expressions index, and their memory.
@@ -232,6 +233,96 @@ TEST_P(Expressions, RandomMasksOfTiles) {
   }
 }
 
+// What a map skips, and what it takes for whole, changes no bit: the same mask as a tensor of all
+// scores, of which no map sees anything, gives the same. In each way in which gradients come in a
+// fixed order.
+void Expressions::compare_with_all_looked_at(size_t i, uint64_t seed) {
+  struct Form {
+    int64_t d;
+    bool invariant, slope;
+    Mask mask = full();
+  };
+  constexpr int64_t kQueries = 200, kKeys = 330, kHeads = 4, kBatch = 2;
+  const Form forms[] = {{8, false, false},
+                        {40, true, false},
+                        {72, false, false, causal()},
+                        {136, false, false},
+                        {72, false, true, window(150, 90)}};
+  const Form& form = forms[i % std::size(forms)];
+  const Case c{.dtype = dtype(),
+               .batch = kBatch,
+               .sq = kQueries,
+               .sk = kKeys,
+               .hq = kHeads,
+               .hk = 2,
+               .d = form.d,
+               .dv = form.d,
+               .mask = form.mask,
+               .seqused = i % 2 == 1};
+  std::mt19937_64 random(seed * 10 + i);
+  BoundTensors tensors;
+  tensors.add("doc", DType::kI32, {kBatch, kKeys}, random);
+  tensors.add("shown", DType::kBool, {kBatch, kHeads, kQueries, kKeys}, random);
+  std::vector<double> ids(kBatch * kKeys);
+  for (size_t n = 0; n < ids.size(); ++n)
+    ids[n] = static_cast<double>((n % kKeys + n / kKeys * 30) / 90);
+  write(tensors.memory[0], ids);
+  tensors.known[0].values = ids;
+  const KnownExpr masks[] = {
+      RandomExpressions(seed * 10 + i, {tensors.known[0]}, true).condition(2),
+      {parse_expression("doc[b, q] == doc[b, k] || k < 20 * h", {tensors.known[0].symbol}),
+       [&](const ScorePlace& p) {
+         return ids[p.b * kKeys + p.q] == ids[p.b * kKeys + p.k] || p.k < 20 * p.h;
+       }},
+      {parse_expression("q // 64 != k // 64 && (q // 64 + k // 128 + hk) % 3 != 1"),
+       [](const ScorePlace& p) {
+         return p.q / 64 != p.k / 64 && (p.q / 64 + p.k / 128 + p.hk) % 3 != 1;
+       }},
+  };
+  // Of lengths in use, which a tensor does not know, those that do not ask for them.
+  const KnownExpr& mask = c.seqused ? masks[1 + seed % 2] : masks[(seed + i / 2) % 3];
+  std::vector<double> shown;
+  for (int64_t n = 0; n < kBatch * kHeads * kQueries * kKeys; ++n) {
+    ScorePlace p{.b = n / kKeys / kQueries / kHeads, .h = n / kKeys / kQueries % kHeads};
+    p.hk = p.h / 2, p.q = n / kKeys % kQueries, p.k = n % kKeys;
+    p.sq = kQueries, p.sk = kKeys;
+    shown.push_back(mask.value(p));
+  }
+  write(tensors.memory[1], shown);
+  tensors.known[1].values = shown;
+  Workload mapped(c, 3 + i), looked_at(c, 3 + i);
+  for (Workload* w : {&mapped, &looked_at}) {
+    w->options.engine = engine();
+    w->options.deterministic = true;
+    w->options.invariant = form.invariant;
+    if (form.slope) w->options.score_mod = 3 * tanh(score / 3);
+    w->options.mask_mod = w == &mapped ? mask.expr : tensors.known[1].symbol(b, h, q, k);
+    w->forward.tensors = w->backward.tensors = tensors.of({w->options.mask_mod});
+  }
+  if (form.slope)
+    mapped.score_value = [](const ScorePlace& p) { return 3 * std::tanh(p.score / 3); };
+  mapped.mask_value = mask.value;
+  SCOPED_TRACE(c.name() + " " + mask.expr.text());
+  if (!runs(mapped) || !runs(looked_at)) return;
+  const Expected expected = expect(mapped);
+  EXPECT_TRUE(forward_is_right(mapped, expected));
+  EXPECT_TRUE(backward_is_right(mapped, expected));
+  EXPECT_EQ(bits(mapped.forward.out), bits(looked_at.forward.out));
+  EXPECT_EQ(bits(mapped.forward.lse), bits(looked_at.forward.lse));
+  EXPECT_EQ(bits(mapped.backward.dq), bits(looked_at.backward.dq));
+  EXPECT_EQ(bits(mapped.backward.dk), bits(looked_at.backward.dk));
+  EXPECT_EQ(bits(mapped.backward.dv), bits(looked_at.backward.dv));
+}
+
+TEST_P(Expressions, MapsOfTilesChangeNoBits) {
+  for (size_t i = 0; i < 5; ++i) compare_with_all_looked_at(i, test_seed());
+}
+
+// One of these, for engines that take long.
+TEST_P(Expressions, AMapOfTilesChangesNoBits) {
+  compare_with_all_looked_at(test_seed() % 5, test_seed());
+}
+
 // A score that becomes -inf is hidden, whatever its key and value hold.
 TEST_P(Expressions, ScoresOfMinusInfinityAreHidden) {
   Case c{.dtype = dtype(), .sq = 20, .sk = 90, .d = 8, .dv = 8};
@@ -379,6 +470,15 @@ TEST_P(Expressions, GradientsOfTensors) {
                                   std::span(t.tensor.shape).first(t.tensor.rank));
     }
     if (!computes([&] { w.run_forward(); }) || !computes([&] { w.run_backward(); })) continue;
+    // The same bits whatever the call asks for.
+    std::vector<std::vector<std::byte>> first;
+    for (const TensorBinding& t : w.backward.tensors) first.push_back(bits(t.grad));
+    w.options.deterministic = true;
+    if (computes([&] { w.run_backward(); })) {
+      for (size_t n = 0; n < first.size(); ++n)
+        EXPECT_EQ(bits(w.backward.tensors[n].grad), first[n]) << w.backward.tensors[n].name;
+    }
+    w.options.deterministic = false;
     for (size_t n = 0; n < w.forward.tensors.size(); ++n) {
       const ConstTensor& t = w.forward.tensors[n].tensor;
       auto* const data = static_cast<float*>(const_cast<void*>(t.data));

@@ -818,7 +818,7 @@ TEST_F(Compile, KernelsWithExpressionsAreClean) {
       parse_expression("tanh(score / 30) * 30 + table[h, t5_bucket(delta, 32, 128)]", {table});
   masks.mask_mod = parse_expression("doc[b, q] == doc[b, k] && delta > -300", {doc});
   std::vector<Problem> problems;
-  for (const int64_t d : {64, 128}) {
+  for (const int64_t d : {64, 128, 192}) {
     for (Problem p : {forward_problem({.d = d}), backward_problem({.d = d}),
                       forward_problem({.sq = 1, .sk = 8192, .d = d})}) {
       const expression::Caller caller{device, p.pass == Pass::kBackward};

@@ -99,6 +99,7 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
   return {.block_rows = key.block_rows,
           .block_keys = key.block_keys,
           .by_keys = true,
+          .of_rows_too = key.dq_method != DqMethod::kAtomic,
           .early_starts = key.early_starts};
 }
 
@@ -148,7 +149,8 @@ class RowKernels {
  private:
   CUfunction prepare_ = nullptr, sinks_ = nullptr, round_ = nullptr;
   int row_chunks_ = 0, batch_heads_ = 0, round_threads_ = 0;
-  Start start_ = Start::kAfterAll;  ///< of all but the first
+  Start start_ = Start::kAfterAll;        ///< of all but the first
+  Start first_start_ = Start::kAfterAll;  ///< early after the kernels of a map
 };
 
 /// What the executables of all architectures do, besides.

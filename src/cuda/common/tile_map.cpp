@@ -12,7 +12,9 @@ namespace {
 
 constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA
 
-constexpr const char* kEntries[] = {"fulgur_panel_hulls", "fulgur_tile_map"};
+constexpr const char* kHulls = "fulgur_panel_hulls";
+constexpr const char* kMap = "fulgur_tile_map";
+constexpr const char* kMapOfRows = "fulgur_map_of_rows";
 
 /// What kernel_config.h fixes of attention/tile_map.cu: the mask and the lengths.
 struct MapKey : AnyForwardKey {
@@ -78,10 +80,26 @@ HullCounts hulls_of(const Problem& p, const kernels::MapShape& shape) {
           batches * shape.key_tiles * mask.key_panels};
 }
 
+/// A map without its address.
+kernels::SeenWords map_of(const kernels::MapShape& shape, bool by_keys) {
+  kernels::SeenWords map{};
+  map.heads_of_map = shape.heads_of_map;
+  map.block = kernels::map_words(by_keys ? shape.row_blocks : shape.key_tiles);
+  const int64_t words = int64_t{map.block} * (by_keys ? shape.key_tiles : shape.row_blocks);
+  map.head = shape.heads > 1 ? words : 0;
+  map.batch = shape.batches > 1 ? words * shape.heads : 0;
+  return map;
+}
+
 int64_t words_of(const kernels::MapShape& shape, bool by_keys) {
   const int64_t maps = int64_t{shape.batches} * shape.heads;
   return by_keys ? maps * shape.key_tiles * kernels::map_words(shape.row_blocks)
                  : maps * shape.row_blocks * kernels::map_words(shape.key_tiles);
+}
+
+/// Of the map the other way round, where kernels want it.
+int64_t words_of_rows(const kernels::MapShape& shape, const MapTiles& tiles) {
+  return tiles.of_rows_too ? words_of(shape, !tiles.by_keys) : 0;
 }
 
 }  // namespace
@@ -97,7 +115,8 @@ void describe_map(const KernelKey& key, Explanation& to) {
 void add_map_kernels(const AnyForwardKey& key, const MapTiles& tiles,
                      std::vector<KernelUse>& kernels) {
   if (!key.maps_tiles) return;
-  for (const char* entry : kEntries) kernels.push_back({request(key, tiles), entry, 0});
+  for (const char* entry : {kHulls, kMap}) kernels.push_back({request(key, tiles), entry, 0});
+  if (tiles.of_rows_too) kernels.push_back({request(key, tiles), kMapOfRows, 0});
 }
 
 int64_t TileMap::bytes(const Problem& p, const KernelKey& key, const MapTiles& tiles) {
@@ -105,36 +124,36 @@ int64_t TileMap::bytes(const Problem& p, const KernelKey& key, const MapTiles& t
   const kernels::MapShape shape = shape_of(p, tiles);
   const HullCounts hulls = hulls_of(p, shape);
   return (hulls.rows + hulls.keys) * int64_t{sizeof(kernels::PanelHull)} +
-         words_of(shape, tiles.by_keys) * int64_t{sizeof(kernels::u64)};
+         (words_of(shape, tiles.by_keys) + words_of_rows(shape, tiles)) *
+             int64_t{sizeof(kernels::u64)};
 }
 
 TileMap::TileMap(const Problem& p, const AnyForwardKey& key, const MapTiles& tiles, Gpu& gpu) {
   if (!key.maps_tiles) return;
   shape_ = shape_of(p, tiles);
   words_ = words_of(shape_, tiles.by_keys);
-  if (tiles.early_starts) map_starts_ = Start::kEarly;
-  hulls_kernel_ = gpu.kernel({request(key, tiles), kEntries[0], 0}).function;
-  map_kernel_ = gpu.kernel({request(key, tiles), kEntries[1], 0}).function;
+  words_of_rows_ = words_of_rows(shape_, tiles);
+  if (tiles.early_starts) later_start_ = Start::kEarly;
+  hulls_kernel_ = gpu.kernel({request(key, tiles), kHulls, 0}).function;
+  map_kernel_ = gpu.kernel({request(key, tiles), kMap, 0}).function;
+  if (tiles.of_rows_too) rows_kernel_ = gpu.kernel({request(key, tiles), kMapOfRows, 0}).function;
   const HullCounts hulls = hulls_of(p, shape_);
   row_hulls_ = hulls.rows;
   hulls_ = hulls.rows + hulls.keys;
-  map_.heads_of_map = shape_.heads_of_map;
-  map_.block = kernels::map_words(tiles.by_keys ? shape_.row_blocks : shape_.key_tiles);
-  const int64_t words =
-      int64_t{map_.block} * (tiles.by_keys ? shape_.key_tiles : shape_.row_blocks);
-  map_.head = shape_.heads > 1 ? words : 0;
-  map_.batch = shape_.batches > 1 ? words * shape_.heads : 0;
+  map_ = map_of(shape_, tiles.by_keys);
+  map_of_rows_ = map_of(shape_, !tiles.by_keys);
 }
 
-kernels::SeenWords TileMap::launch(CUstream stream, char* memory,
-                                   const AttentionParams& call) const {
-  if (words_ == 0) return {};
+void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
+                     kernels::ExpressionArguments& tell) const {
+  if (words_ == 0) return;
   TileMapParams params{};
   static_cast<AttentionParams&>(params) = call;
   params.shape = shape_;
   params.row_hulls = reinterpret_cast<kernels::PanelHull*>(memory);
   params.key_hulls = params.row_hulls + row_hulls_;
   params.words = reinterpret_cast<kernels::u64*>(params.row_hulls + hulls_);
+  params.words_of_rows = params.words + words_;
   const int64_t maps = int64_t{shape_.batches} * shape_.heads;
   const int64_t blocks = maps * shape_.row_blocks + int64_t{shape_.batches} * shape_.key_tiles;
   const auto grid = [](int64_t warps) { return Grid{ceil_div(warps, kWarps)}; };
@@ -143,10 +162,17 @@ kernels::SeenWords TileMap::launch(CUstream stream, char* memory,
                  "launching the kernel of the intervals of mask_mod");
   }
   cuda::launch(stream, map_kernel_, &params, grid(words_), kThreads, 0,
-               "launching the kernel of the map of tiles", map_starts_);
-  kernels::SeenWords map = map_;
-  map.words = params.words;
-  return map;
+               "launching the kernel of the map of tiles",
+               hulls_ > 0 ? later_start_ : Start::kAfterAll);
+  tell.map = map_;
+  tell.map.words = params.words;
+  if (rows_kernel_ == nullptr) return;
+  const int64_t squares =
+      maps * kernels::map_words(shape_.row_blocks) * kernels::map_words(shape_.key_tiles);
+  cuda::launch(stream, rows_kernel_, &params, grid(squares), kThreads, 0,
+               "launching the kernel of the map of rows", later_start_);
+  tell.map_of_rows = map_of_rows_;
+  tell.map_of_rows.words = params.words_of_rows;
 }
 
 }  // namespace fulgur::cuda

@@ -16,6 +16,7 @@ struct MapTiles {
   int block_strips = 0, block_rows = 0;  ///< rows: of strips, or else so many
   int block_keys = 0;
   bool by_keys = false;
+  bool of_rows_too = false;   ///< of a map by keys also the other way round
   bool early_starts = false;  ///< a kernel may start while the one before runs
 };
 
@@ -36,15 +37,16 @@ class TileMap {
   /// Without a map it has none.
   TileMap(const Problem& problem, const AnyForwardKey& key, const MapTiles& tiles, Gpu& gpu);
 
-  /// Makes the map of a call in `memory`; without a map nothing.
-  kernels::SeenWords launch(CUstream stream, char* memory, const AttentionParams& call) const;
+  /// Makes the map of a call in `memory`, and tells the call of it; without a map nothing.
+  void launch(CUstream stream, char* memory, const AttentionParams& call,
+              kernels::ExpressionArguments& tell) const;
 
  private:
-  CUfunction hulls_kernel_ = nullptr, map_kernel_ = nullptr;
-  Start map_starts_ = Start::kAfterAll;
+  CUfunction hulls_kernel_ = nullptr, map_kernel_ = nullptr, rows_kernel_ = nullptr;
+  Start later_start_ = Start::kAfterAll;  ///< of all but the first
   kernels::MapShape shape_{};
-  kernels::SeenWords map_{};  ///< without its address
-  int64_t row_hulls_ = 0, hulls_ = 0, words_ = 0;
+  kernels::SeenWords map_{}, map_of_rows_{};  ///< without addresses
+  int64_t row_hulls_ = 0, hulls_ = 0, words_ = 0, words_of_rows_ = 0;
 };
 
 }  // namespace fulgur::cuda

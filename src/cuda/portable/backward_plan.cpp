@@ -42,7 +42,7 @@ BackwardPlan plan_of(const Problem& p, const Card& card) {
   plan.whole_heads = p.algorithm == Algorithm::kFa1;
   plan.dq_method = method_of(p, plan.whole_heads);
   plan.dq_parts = plan.dq_method == DqMethod::kOrdered ? 1 : 0;
-  plan.maps_tiles = plan.mask_mod && plan.dq_method == DqMethod::kAtomic;
+  plan.maps_tiles = plan.mask_mod;
   const Capability features = features_of(card.target);
   plan.dq_by_fours = features.has_red_v4;
   plan.stores_matrices = features.has_stmatrix;

@@ -43,7 +43,7 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
   PortableForwardParams params = params_;
   set_run(params, args, run, workspace);
   const auto stream = static_cast<CUstream>(run.stream);
-  params.expression.map = map_.launch(stream, workspace + map_at_, params);
+  map_.launch(stream, workspace + map_at_, params, params.expression);
   if (kernel_ != nullptr) {
     cuda::launch(stream, kernel_, &params, {plan_.work.q_tiles}, plan_.threads(),
                  plan_.shared_bytes, "launching the forward kernel");

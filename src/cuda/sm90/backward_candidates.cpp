@@ -162,8 +162,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     BackwardPlan& plan = tile.plan;
     set_problem(p, plan, plan);
     plan.dq_method = dq_method;
-    // Key blocks that take turns at dQ take all of their turns.
-    plan.maps_tiles = plan.mask_mod && dq_method == DqMethod::kAtomic;
+    plan.maps_tiles = plan.mask_mod;
     if (dq_method == DqMethod::kOrdered) plan.dq_parts = kernels::dq_panels_of(plan.head_dim);
     plan.consumers = consumers;
     plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;

@@ -103,14 +103,15 @@ ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& r
 void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
   ForwardParams params = arguments(args, run, workspace);
-  params.expression.map = map_.launch(stream, workspace + at_.map, params);
+  map_.launch(stream, workspace + at_.map, params, params.expression);
   if (values_grid_ > 0) {
     cuda::launch(stream, values_kernel_, &params, {values_grid_}, kernels::kValuesThreads,
                  values_shared_bytes_, "launching the kernel that centres V");
   }
   if (kernel_ != nullptr) {
     cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
-                 "launching the forward kernel");
+                 "launching the forward kernel",
+                 plan_.maps_tiles && values_grid_ == 0 ? Start::kEarly : Start::kAfterAll);
   }
   launch_padding(args, stream);
 }

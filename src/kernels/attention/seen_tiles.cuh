@@ -3,19 +3,18 @@
 #include "device/schedule.cuh"
 
 // The words of a block of a q head of a sequence.
-template <class Arguments>
-__device__ __forceinline__ const u64* words_of_block(const Arguments& expression, int batch, int head, int block) {
-  const SeenWords& map = expression.map;
+__device__ __forceinline__ const u64* words_of_block(const SeenWords& map, int batch, int head, int block) {
   return map.words + batch * map.batch + head / map.heads_of_map * map.head + (long long)(block) * map.block;
 }
 
 // The tiles [begin, end) of a block that are seen, one after the other, `down` from the last one or up from the first: a
-// walk as KeyWalk's. A warp walks together.
+// walk as KeyWalk's. A warp walks together. Words: what has a word for each 32 tiles.
+template <class Words = const u64*>
 class SeenTiles {
  public:
   int tile = -1;  // the walk is here
 
-  __device__ __forceinline__ SeenTiles(const u64* words, int begin, int end, bool down)
+  __device__ __forceinline__ SeenTiles(Words words, int begin, int end, bool down)
       : words_(words), first_(begin), last_(end - 1), down_(down) {
     if (begin >= end) return;
     word_ = down ? last_ / 32 : first_ / 32;
@@ -57,7 +56,7 @@ class SeenTiles {
     seen_ &= ~(1u << (bit & 31));
   }
 
-  const u64* words_;
+  Words words_;
   int first_, last_;
   bool down_;
   int word_ = 0;
@@ -74,7 +73,7 @@ class SeenSteps {
   __device__ __forceinline__ SeenSteps(const Params& p, int batch, int head, int heads, int block, int begin, int end,
                                        bool down)
       : p_(p), batch_(batch), head_(head), heads_(heads), block_(block), begin_(begin), end_(end), down_(down),
-        tiles_(words_of_block(p.expression, batch, head, block), begin, end, down) {
+        tiles_(words_of_block(p.expression.map, batch, head, block), begin, end, down) {
     skip_heads();
   }
   __device__ __forceinline__ bool more() const { return tiles_.more(); }
@@ -89,11 +88,20 @@ class SeenSteps {
  private:
   __device__ __forceinline__ void skip_heads() {
     while (!tiles_.more() && ++g < heads_)
-      tiles_ = SeenTiles(words_of_block(p_.expression, batch_, head_ + g, block_), begin_, end_, down_);
+      tiles_ = SeenTiles<>(words_of_block(p_.expression.map, batch_, head_ + g, block_), begin_, end_, down_);
   }
 
   const Params& p_;
   int batch_, head_, heads_, block_, begin_, end_;
   bool down_;
-  SeenTiles tiles_;
+  SeenTiles<> tiles_;
 };
+
+// 1 + the last of the key blocks before one that see a row tile; 0: there is none. In ascending or in descending order
+// of `blocks` key blocks.
+template <class Params>
+__device__ __forceinline__ int seen_block_before(const Params& p, int batch, int head, int tile, int block, int blocks,
+                                                 bool ascending) {
+  const u64* const words = words_of_block(p.expression.map_of_rows, batch, head, tile);
+  return 1 + SeenTiles<>(words, ascending ? 0 : block + 1, ascending ? block : blocks, ascending).tile;
+}

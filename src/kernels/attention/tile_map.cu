@@ -107,6 +107,7 @@ __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map,
 // A warp takes a word, a lane a tile.
 extern "C" __global__ void __launch_bounds__(128) fulgur_tile_map(const __grid_constant__ TileMapParams p) {
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const MapShape& of = p.shape;
   const int blocks = kMapByKeys ? of.key_tiles : of.row_blocks;
   const int words = map_words(kMapByKeys ? of.row_blocks : of.key_tiles);
@@ -120,4 +121,29 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_tile_map(const __grid_c
   const u64 seen = __ballot_sync(0xffffffff, is.seen);
   const u64 partial = __ballot_sync(0xffffffff, is.partial);
   if (threadIdx.x % 32 == 0) p.words[warp] = partial << 32 | seen;
+}
+
+// The words of blocks of rows from those of tiles of keys, kMapByKeys. A warp takes a word of 32 tiles of keys, for 32
+// blocks of rows; a lane has a tile, then a block.
+extern "C" __global__ void __launch_bounds__(128) fulgur_map_of_rows(const __grid_constant__ TileMapParams p) {
+  wait_for_earlier_kernels();
+  let_next_kernel_start();
+  const MapShape& of = p.shape;
+  const int row_words = map_words(of.row_blocks), key_words = map_words(of.key_tiles);
+  const int lane = threadIdx.x % 32;
+  const int warp = int(blockIdx.x * 4 + threadIdx.x / 32);
+  const int map = warp / (row_words * key_words);
+  if (map >= of.batches * of.heads) return;
+  const int rows = warp / key_words % row_words, keys = warp % key_words;
+  const int tile = 32 * keys + lane;
+  const u64 mine = tile < of.key_tiles ? p.words[((long long)(map) * of.key_tiles + tile) * row_words + rows] : 0;
+  u64 word = 0;
+#pragma unroll
+  for (int row = 0; row < 32; ++row) {
+    const u64 seen = __ballot_sync(0xffffffff, mine >> row & 1);
+    const u64 partial = __ballot_sync(0xffffffff, mine >> (32 + row) & 1);
+    if (lane == row) word = partial << 32 | seen;
+  }
+  const int block = 32 * rows + lane;
+  if (block < of.row_blocks) p.words_of_rows[((long long)(map) * of.row_blocks + block) * key_words + keys] = word;
 }

@@ -92,7 +92,7 @@ struct BackwardParams : BackwardShapes, CallParams {
   BiasSums bias_sums;  // for bias_gradient.cu, if the gradient of the bias is wanted
 
   // The workspace with kOrderedDq: semaphores of dQ tiles.
-  int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next
+  int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next; with a map 1 + the last one
 
   // The workspace with kRoundsDq.
   int* dq_additions;  // [hq][statistics_rows / 64]: additions to dq_accum of these rows that are complete

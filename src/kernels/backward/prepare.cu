@@ -127,8 +127,9 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
           const int block = is_ascending(p.key_blocks, split) ? blocks.begin : blocks.end - 1;
           if (threadIdx.x < kDqParts)
             p.dq_semaphore[((at + first) / 64 * kTilesOf64Rows + row / kBlockRows) * kDqParts + threadIdx.x] =
-                kFirstToAdd | block;
-          clears = clears || blocks.begin >= blocks.end;  // no key block adds to these rows
+                kFirstToAdd | (kMapsTiles ? 0 : block);
+          // No key block adds to these rows; with a map maybe.
+          clears = clears || kMapsTiles || blocks.begin >= blocks.end;
         }
       }
       if (kRoundsDq && threadIdx.x == 0) p.dq_additions[(at + first) / 64] = 0;
@@ -152,4 +153,5 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
       }
     }
   }
+  if constexpr (kMapsTiles != 0) wait_for_earlier_kernels();  // for the next kernel, which waits for this one alone
 }

@@ -41,6 +41,7 @@ struct ExpressionArguments {
   int log_scores;                  // of the scores that may enter a sum: 2^log_scores at most
   bool finds_largest;              // addends are only looked at
   SeenWords map;                   // kMapsTiles
+  SeenWords map_of_rows;           // the same by blocks of rows, of a map by tiles of keys where kernels want both
 #endif
 };
 

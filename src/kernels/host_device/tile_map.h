@@ -36,4 +36,5 @@ struct TileMapParams : AttentionParams {
   fulgur::kernels::PanelHull* row_hulls;  // [batches][heads][row blocks][kRowPanels]
   fulgur::kernels::PanelHull* key_hulls;  // [batches][key tiles][kKeyPanels]
   fulgur::kernels::u64* words;            // those of the map
+  fulgur::kernels::u64* words_of_rows;    // of fulgur_map_of_rows
 };

@@ -225,9 +225,17 @@ __device__ __forceinline__ void store_partial(const BackwardParams& p, const Key
 // The thread that passes semaphores on: of another warp than the one that waits for them.
 enum : int { kReleases = kThreads - 32 };
 
-// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next.
+// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next, which with a map is 1 + the
+// last one that has added.
 __device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
   return p.dq_semaphore + step.statistics(p, keys) / kBlockRows;
+}
+
+// Its value when it is the turn of a step. A warp asks together.
+__device__ __forceinline__ int turn_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
+  if constexpr (kMapsTiles)
+    return seen_block_before(p, keys.batch, step.head(), step.tile(), keys.block, p.key_blocks.blocks, true);
+  return keys.block;
 }
 
 extern __shared__ __align__(1024) unsigned char raw[];
@@ -270,7 +278,8 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       __syncthreads();
       if (kStages > 1) loader.start();
     }
-    int turn = 0;
+    int turn = 0, own_turn = 0;
+    if (kOrderedDq && threadIdx.x < 32) own_turn = turn_of(p, keys, step);
     if (kOrderedDq && threadIdx.x == 0) turn = load_early(semaphore_of(p, keys, step));
     const u32 q = smem + kLayout.stages + stage * kLayout.stage_bytes;
     const u32 dout = q + kLayout.dout;
@@ -293,7 +302,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       // Where it was this block's turn already, the additions before were complete then; those that follow the barrier
       // go to L2, as they did.
       if (threadIdx.x == 0)
-        while ((turn & ~kFirstToAdd) != keys.block) turn = load_acquire(semaphore_of(p, keys, step));
+        while ((turn & ~kFirstToAdd) != own_turn) turn = load_acquire(semaphore_of(p, keys, step));
     }
     __syncthreads();
     if constexpr (kOrderedDq != 0) {
@@ -302,7 +311,8 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     }
     if (kOneBarrier) loader.start();
     add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
-    const bool stores = kOrderedDq && key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile()).begin == keys.block;
+    const bool stores =
+        kOrderedDq && !kMapsTiles && key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile()).begin == keys.block;
     add_dq(p, part, step.statistics(p, keys), stores, ds_of(weights), smem + kLayout.k);
     add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
     if (kOneBarrier) {

@@ -105,6 +105,8 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
         const u32 rows = ds + (tile / kDqPanels * kDsTileBytes >> 4);
         const u32 columns = k_operand + (panel * kBlockKeys * 128 >> 4);
         DqTile to = {step.tile * kDqTilesOfStep + tile, block.block, next, 0};
+        if (kMapsTiles && kOrderedDq) to.block = u32(step.state) / kBlockBefore;
+        if (kMapsTiles && kOrderedDq) to.next = block.block + 1;
         if (kRoundsDq) to.block = step.state & kCounted;
         if (kRoundsDq) to.next = additions_of(p, block, step);
         const auto computed = [&] {
@@ -142,7 +144,7 @@ __device__ __forceinline__ u32 count_additions(const BackwardParams& p, u32 adde
 }
 
 // The loop of the warp of one stage: it adds the dQ tiles of this stage to dq_accum. With kOrderedDq it waits until the
-// semaphore of the tile has the number of its key block, and sets it to the next one after the addition is complete.
+// semaphore of the tile says that it is its turn, and sets it to the next one after the addition is complete.
 // With kRoundsDq it counts additions that are complete, as the tiles say, and at the end.
 __device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem, u32 stage) {
   const u32 buffer = dq_buffer(smem, stage);

@@ -91,12 +91,22 @@ __device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader&
   bool first = true;
 #pragma unroll 1
   while (seen.more()) {
-    const int row = seen.tile() * kBlockRows, g = seen.g;
-    const int head = query_head(p, block) + g;
-    const int masked = seen.is_partial() ? kMasked : 0;
-    const int last = seen.next() ? 0 : kLastStep;
+    const int tile = seen.tile(), g = seen.g;
+    const int row = tile * kBlockRows;
+    const int first_head = query_head(p, block);
+    const int head = first_head + g;
+    int state = seen.is_partial() ? kMasked : 0;
+    if (!seen.next()) state |= kLastStep;
+    if (kOrderedDq)
+      state |= kBlockBefore * seen_block_before(p, block.batch, head, tile, block.block, p.key_blocks.blocks,
+                                                block.state & kNextIsHigher);
     const long long statistics = head * (long long)(p.statistics_rows) + row_0 + row;
-    const Step step = {int(statistics / kBlockRows), row, head, masked | last | (kDropout ? kHeadOfSplit * g : 0)};
+    int place = int(statistics / kBlockRows);
+    if (!kAccumulatesDq)
+      place = int(score_tile(score_tiles_of(p), p.wave, band_of(p), n, kScoreTile, p.split_heads, block.batch,
+                             first_head - p.wave.first_head * p.split_heads, tile, block.block)) +
+              g * p.score_tiles.head_tiles;
+    const Step step = {place, row, head, state};
     const Source source = {n.q_start, n.sq, head, kPacked ? 0 : block.batch};
     load.load_queries(block, step, source, statistics, first);
     if constexpr (kKStages > 1)
@@ -110,6 +120,7 @@ __device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader&
 template <class Loader>
 __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   Loader load(p, smem);
+  if constexpr (kMapsTiles != 0) wait_for_earlier_kernels();  // for the map
   const u32 lane = threadIdx.x % 32;
   const Band band = band_of(p);
   const auto take = [&](int first) {
@@ -139,10 +150,9 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const bool stores_partial = reduces || all.end > max(all.begin, own.end);
     block.state |= (has_steps ? kHasSteps : 0) | (loads_partial ? kLoadsPartial : 0) |
                    (stores_partial ? kStoresPartial : 0);
-    // A wave computes the keys that some of its rows see; the wave with the first rows also stores zeros for keys that
-    // no row sees. Every split stores partial dK and dV, even if they are 0. With a map, which only these know, there is
-    // one wave.
-    if (kMapsTiles || has_steps || (kAccumulatesDq && reduces) || (all.begin >= all.end && own.begin == 0)) {
+    // A wave computes the keys that some of its rows see, a map apart; the wave with the first rows also stores zeros
+    // for keys that no row sees. Every split stores partial dK and dV, even if they are 0.
+    if (begin < end || (kAccumulatesDq && reduces) || (all.begin >= all.end && own.begin == 0)) {
       load.load_keys(block, n);
       if constexpr (kMapsTiles != 0) {
         load_seen_steps(p, load, block, n, seen);
@@ -253,7 +263,7 @@ struct Exponents {
 __device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n, int batch,
                                                    int key, const QBuffers& q) {
   const int row = step.row + int(thread_column());
-  const ScoreHead head = kExpressions ? score_head(p, n, batch, step.head)
+  const ScoreHead head = kExpressions || kMapsTiles ? score_head(p, n, batch, step.head)
                                        : head_of_slope(__int_as_float(step.head));
   return {score_context(head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
 }
@@ -285,7 +295,8 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
 __device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
                                                          int key) {
   const KeyBlock block = load_block(k);
-  const u32 head = dropout_head(p, block.batch, query_head(p, block) + u32(step.state) / kHeadOfSplit);
+  const u32 head = dropout_head(p, block.batch,
+                                kMapsTiles ? step.head : query_head(p, block) + u32(step.state) / kHeadOfSplit);
   return kept_transposed<kBlockRows>(p, k.smem + kKeysLayout.dropout_key, head, step.row,
                                      block.block * kBlockKeys + key);
 }

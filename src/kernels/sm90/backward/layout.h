@@ -49,21 +49,22 @@ enum KeyBlockState : int {
 struct Step {
   int tile;   // with stored dS: its score tile; otherwise its row tile, counted over all q heads
   int row;    // its first row in the sequence
-  int head;   // kExpressions: the q head; else the bits of its slope, in units of log2, kAlibi
+  int head;   // kExpressions or kMapsTiles: the q head; else the bits of its slope, in units of log2, kAlibi
   int state;  // bits of StepState
 };
 enum StepState : int {
   kMasked = 1,       // some row does not see some key
   kLastStep = 2,     // of its work tile
   kCounted = 4,      // kRoundsDq: the additions of the steps so far are counted after it
-  kHeadOfSplit = 8,  // with dropout: times the number of the q head in its split
+  kHeadOfSplit = 8,  // with dropout, without a map: times the number of the q head in its split
+  kBlockBefore = 8,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
 };
 
 // A dQ tile, 64 rows of a panel, on its way from shared memory to dq_accum.
 struct DqTile {
   int tile;   // its number in dq_accum; < 0: no more work
-  int block;  // the key block that it comes from; kRoundsDq: whether additions are counted after this one
-  int next;   // kOrderedDq: the key block that adds next; kRoundsDq: the additions that complete its 64 rows
+  int block;  // kOrderedDq: the semaphore when it is its turn; kRoundsDq: whether additions are counted after this one
+  int next;   // kOrderedDq: the semaphore then; kRoundsDq: the additions that complete its 64 rows
   int bytes;
 };
 

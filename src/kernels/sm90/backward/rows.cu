@@ -3,16 +3,21 @@
 //
 // A CTA takes row blocks. Each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows and iterates over the keys
 // that the block sees, 64 at a time. One producer warp loads K and dS tiles into a ring. Where no row of a score tile
-// sees any of its keys, no step has stored dS, and the producer loads a dS tile of zeros.
+// sees any of its keys, or a map says so, no step has stored dS, and the producer loads a dS tile of zeros.
 #include "sm90/common/ring.cuh"
 #include "attention/fragment_store.cuh"
+#include "attention/seen_tiles.cuh"
 #include "sm90/common/load_rows.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/schedule.cuh"
 #include "sm90/backward/layout.cuh"
 #include "backward/params.h"
 
-enum : int { kRowsOfBlock = kConsumers * kRowTiles * kDsTileRows, kTilesOfBlock = kRowsOfBlock / kBlockRows };
+enum : int {
+  kRowsOfBlock = kConsumers * kRowTiles * kDsTileRows,
+  kTilesOfBlock = kRowsOfBlock / kBlockRows,
+  kStepsOfTile = kBlockKeys / kDsTileKeys,  // of a tile of keys, each of 64
+};
 
 using Stages =
     Buffers<kRowsLayout.stages, kRowsLayout.stage_bytes, kRowsLayout.full, kRowsLayout.empty, kRowStages>;
@@ -31,8 +36,7 @@ __device__ __forceinline__ RowBlock row_block_of(const BackwardParams& p, int nu
 __device__ __forceinline__ KeyTiles key_steps(const BackwardParams& p, const Lengths& n, int row) {
   const KeyTiles tiles =
       key_tiles(band_of(p), n, kBlockKeys, row, min(row + kRowsOfBlock, n.sq) - 1);
-  constexpr int kSteps = kBlockKeys / kDsTileKeys;
-  return {tiles.begin * kSteps, min(tiles.end * kSteps, count_of(n.sk, kDsTileKeys))};
+  return {tiles.begin * kStepsOfTile, min(tiles.end * kStepsOfTile, count_of(n.sk, kDsTileKeys))};
 }
 
 // Where the workspace has dS of a row tile, and which key tiles it sees.
@@ -40,6 +44,46 @@ struct TileSource {
   const unsigned char* ds;  // the score tile of its first key tile
   KeyTiles keys;
 };
+
+// The map's words of the row tiles of a row block together: of tiles of kBlockKeys keys that some of these rows see.
+struct WordsOfRows {
+  const u64* first;
+  int block_words, count;  // words of a row tile, row tiles
+  __device__ __forceinline__ u64 operator[](int at) const {
+    u64 word = 0;
+    for (int i = 0; i < count; ++i) word |= first[i * block_words + at];
+    return word;
+  }
+  // A bit for each row tile that sees a tile of keys.
+  __device__ __forceinline__ u32 rows_of(int tile) const {
+    u32 rows = 0;
+    for (int i = 0; i < count; ++i) rows |= u32(first[i * block_words + tile / 32] >> tile % 32 & 1) << i;
+    return rows;
+  }
+};
+
+template <class Params>
+__device__ __forceinline__ WordsOfRows words_of_rows(const Params& p, const RowBlock& block, const Lengths& n) {
+  const SeenWords& map = p.expression.map_of_rows;
+  const int tile = block.row / kBlockRows;
+  return {words_of_block(map, block.batch, block.head, tile), map.block,
+          min(int(kTilesOfBlock), count_of(n.sq, kBlockRows) - tile)};
+}
+
+// The steps among `steps` that the map shows. A warp counts together.
+__device__ __forceinline__ int seen_steps(const WordsOfRows& words, const KeyTiles& steps) {
+  if (steps.begin >= steps.end) return 0;
+  const int last = (steps.end - 1) / kStepsOfTile;
+  int count = 0;
+  for (int at = steps.begin / kStepsOfTile / 32 + threadIdx.x % 32; at <= last / 32; at += 32) {
+    const u32 seen = words[at];
+    count += __popc(seen) * kStepsOfTile;
+    if (at == last / 32 && seen >> last % 32 & 1) count -= (last + 1) * kStepsOfTile - steps.end;
+  }
+#pragma unroll
+  for (int bit = 1; bit < 32; bit *= 2) count += __shfl_xor_sync(0xffffffff, count, bit);
+  return count;
+}
 
 __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   Stages stages(smem, 1);
@@ -53,6 +97,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     if (block.row < 0 || block.row < n.sq) {
       const KeyTiles steps = block.row < 0 ? KeyTiles{} : key_steps(p, n, block.row);
       block.steps = max(steps.end - steps.begin, 0);
+      if constexpr (kMapsTiles != 0)
+        if (block.row >= 0) block.steps = seen_steps(words_of_rows(p, block, n), steps);
       view.wait_empty();
       if (elect_one()) {
         store_shared_struct(view.address(), block);
@@ -72,21 +118,21 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         tiles[i].ds = p.ds + first * kScoreTileBytes;
       }
       const Source source = {n.k_start, n.sk, block.head / p.group, kPacked ? 0 : block.batch};
-#pragma unroll 1
-      for (int step = steps.begin; step < steps.end; ++step) {
-        const int key_tile = step / (kBlockKeys / kDsTileKeys);
-        const int part = step % (kBlockKeys / kDsTileKeys);
+      // `rows`: the row tiles that may have stored dS.
+      const auto load_step = [&](int step, u32 rows) {
+        const int key_tile = step / kStepsOfTile;
+        const int part = step % kStepsOfTile;
         stages.wait_empty();
         const u32 buffer = stages.address();
         if (elect_one()) {
           mbarrier_arrive_expect(stages.full(), kRowsLayout.ds_bytes);
 #pragma unroll
           for (int i = 0; i < kTilesOfBlock; ++i) {
-            const bool seen = key_tile >= tiles[i].keys.begin && key_tile < tiles[i].keys.end;
+            const bool seen = rows >> i & 1 && key_tile >= tiles[i].keys.begin && key_tile < tiles[i].keys.end;
             const unsigned char* tile = tiles[i].ds + (long long)(key_tile - tiles[i].keys.begin) * kScoreTileBytes;
 #pragma unroll
             for (int j = 0; j < kRowSteps; ++j) {
-              const int ds_tile = j * (kBlockKeys / kDsTileKeys) + part;
+              const int ds_tile = j * kStepsOfTile + part;
               bulk_load(buffer + (i * kRowSteps + j) * kDsTileBytes, seen ? tile + ds_tile * kDsTileBytes : p.zeros,
                         kDsTileBytes, stages.full(), Keep::kShort);
             }
@@ -98,6 +144,17 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
                                                kPacked || kSeqUsedK, Keep::kLong))
           if (elect_one()) mbarrier_arrive(stages.full());
         stages.advance();
+      };
+      if constexpr (kMapsTiles != 0) {
+        const WordsOfRows words = words_of_rows(p, block, n);
+        SeenTiles<WordsOfRows> walk(words, steps.begin / kStepsOfTile, count_of(steps.end, kStepsOfTile), false);
+#pragma unroll 1
+        for (; walk.more(); walk.next())
+          for (int step = walk.tile * kStepsOfTile; step < min((walk.tile + 1) * kStepsOfTile, steps.end); ++step)
+            load_step(step, words.rows_of(walk.tile));
+      } else {
+#pragma unroll 1
+        for (int step = steps.begin; step < steps.end; ++step) load_step(step, ~0u);
       }
     }
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;

@@ -13,12 +13,15 @@
 #include "sm90/forward/pipeline.cuh"
 #include "sm90/forward/values.cuh"
 
+enum : int { kEarlyStarts = kMapsTiles };  // after the kernels of a map, which the producer waits for
+#include "device/dependent_launch.cuh"
+
 // Loads the tiles of a q tile that the map shows, and Q before or after the first K.
 template <class LoadQ, class StripRow>
 __device__ __forceinline__ void load_seen_tiles(const ForwardParams& p, Loader& load, const QTile& q_tile,
                                                 const Lengths& n, const KeyTiles& keys, const LoadQ& load_q,
                                                 const StripRow& strip_row) {
-  SeenTiles seen(words_of_block(p.expression, q_tile.batch, q_tile.head, q_tile.block), keys.begin, keys.end,
+  SeenTiles<> seen(words_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block), keys.begin, keys.end,
                  /*down=*/true);
   const bool any = seen.more();
   if (kQStages > 1 || !any) load_q(any);
@@ -36,6 +39,7 @@ __device__ __forceinline__ void load_seen_tiles(const ForwardParams& p, Loader& 
 
 __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Loader load(p, smem);
+  if constexpr (kMapsTiles) wait_for_earlier_kernels();
   bool flip = false;
   const u32 lane = threadIdx.x % 32;
   int number = blockIdx.x;
