@@ -455,9 +455,8 @@ def add_model(args, rows):
         case = case_of(row)
         if case in one:
             row["speedup"] = one[case] / row["ms"]
-        if "model_waiting_ms" in row:
-            computing = one[case] / row["ranks"] if case in one else row["model_computing_ms"]
-            row["predicted_ms"] = computing + row["model_waiting_ms"]
+        if "model_waiting_ms" in row and case in one:
+            row["predicted_ms"] = one[case] / row["ranks"] + row["model_waiting_ms"]
 
 
 def number(text):

@@ -59,13 +59,16 @@ def line(row):
     return in_line([
         *cells, f"{row['ms']:.3f}", f"{row['tflops']:.1f}" if "tflops" in row else "",
         f"{row['speedup']:.2f}" if "speedup" in row else "", f"{model:.3f}" if model else "",
-        f"{row['ms'] / model - 1:+.0%}" if model else "",
+        f"{row['ms'] / model - 1:+.0%}".replace("-0%", "+0%") if model else "",
         {True: "same", False: "OTHER"}.get(row.get("same_bits"), ""), published(row),
     ])  # fmt: skip
 
 
 def markdown(report):
+    ways = list(WAYS)
     rows = [row for row in report["rows"] if row.get("missing") != "no time"]
+    rows.sort(key=lambda row: (row["s"], row["heads"], not row["causal"], row["backward"], row["ranks"],
+                               ways.index(row["way"]) if row.get("way") in ways else row.get("rank", 0)))  # fmt: skip
     text = [
         f"# Attention over several processes on {report['device']}",
         "",
@@ -84,10 +87,13 @@ def markdown(report):
     if errors:
         worst, middle = (math.exp(x) - 1 for x in (max(errors), statistics.median(errors)))
         text += ["", f"The model is off by {middle:.0%} in the median, by {worst:.0%} at most."]
-    left = [row for row in report["rows"] if row.get("missing") == "no time"]
+    left = {}
+    for row in report["rows"]:
+        if row.get("missing") == "no time":
+            left.setdefault(call(row), []).append(WAYS[row["way"]] + (f" of {row['ranks']}" if row["ranks"] > 1 else ""))
     if left:
-        cells = (f"{call(row)}, {row['ranks']} ranks, {WAYS[row['way']]}" for row in left)
-        text += ["", f"There was no time for {len(left)} more: {'; '.join(cells)}."]
+        text += ["", f"There was no time for {sum(map(len, left.values()))} more:", ""]
+        text += [f"- {which}: {', '.join(ways)}" for which, ways in left.items()]
     text += ["", "Published, of 8 H100, causal, 64/8 heads d 128, TFLOP/s a GPU, forward and backward: "
              + "; ".join(f"{who} {a}, {b}" for who, (a, b) in PUBLISHED.items()) + "."]  # fmt: skip
     return "\n".join(text) + "\n"
