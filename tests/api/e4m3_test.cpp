@@ -1,6 +1,6 @@
-// Attention over codes of e4m3 in q, k and v, with descales of every kind that GPUs take: the case
-// list on every engine, against attention over the numbers that the codes stand for in double
-// precision.
+// Attention over codes of e4m3 in q and of e4m3 or e5m2 in k and v, with descales of every kind
+// that GPUs take: the case list on every engine, against attention over the numbers that the codes
+// stand for in double precision.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -82,6 +82,8 @@ class CodedCall {
   /// `group`: heads of `numbers` that share a kv head.
   void code(const Tensor& numbers, int64_t group, int64_t Rows::*begin, Tensor* codes,
             Tensor* descale) {
+    const bool of_q = codes == &tensors.q;
+    const DType format = of_q || random_() % 3 != 0 ? DType::kE4M3 : DType::kE5M2;
     *descale = this->descale();
     const auto rank = static_cast<size_t>(numbers.rank);
     int64_t span = 1;
@@ -89,7 +91,7 @@ class CodedCall {
       span += std::max<int64_t>(numbers.shape[i] - 1, 0) * numbers.strides[i];
     }
     *codes =
-        storages_.emplace_back(DType::kE4M3, span)
+        storages_.emplace_back(format, span)
             .view(0, std::span(numbers.shape).first(rank), std::span(numbers.strides).first(rank));
     const auto factors = descale->given() ? read(*descale) : std::vector<double>{1};
     const auto [rows, heads, dim] =
@@ -105,7 +107,7 @@ class CodedCall {
             (descale->shape[0] > 1 ? b * descale->shape[1] : 0) + (descale->shape[1] > 1 ? kv : 0);
       }
       const double factor = factors[static_cast<size_t>(which)];
-      coded[n] = rounded(x[n] / factor, DType::kE4M3);
+      coded[n] = rounded(x[n] / factor, format);
       x[n] = coded[n] * factor;
     }
     write(*codes, coded);
@@ -246,7 +248,7 @@ TEST_P(CodedCalls, HiddenNanReachesNobody) {
   const Tensor& v = call.tensors.v;
   const int64_t last =
       (c_.sk - 1) * v.strides[1] + v.strides[2];  // of kv head 1, row 0 of q's hides it
-  store(v.data, DType::kE4M3, last, std::nan(""));
+  store(v.data, v.dtype, last, std::nan(""));
   if (!computes([&] { compute(call.tensors, w.options); })) return;
   const std::vector<double> out = read(w.forward.out);
   for (size_t n = 0; n < out.size(); ++n) {
@@ -354,6 +356,39 @@ TEST_P(CodedCalls, ManyKeysOfADriftingMeanAddUp) {
     }
     const auto n = static_cast<double>(out.size());
     EXPECT_LE(std::sqrt(squares / n), 0.005 * sum / n) << "fast " << fast;
+  }
+}
+
+// Of wide heads the softmax of a tile runs while the values of the one before are multiplied: of
+// even and odd counts of tiles, and where the maximum moves meanwhile.
+TEST_P(CodedCalls, TilesOfWideHeadsFollowEachOther) {
+  c_.batch = 1;
+  c_.hq = c_.hk = 1;
+  c_.sq = 20;
+  c_.d = c_.dv = 256;
+  c_.mask = full();
+  for (const int64_t keys : {190, 280, 480}) {
+    for (const bool grows : {false, true}) {
+      SCOPED_TRACE(testing::Message() << keys << " keys, growing " << grows);
+      c_.sk = keys;
+      Workload w(c_, 6);
+      if (grows) {  // from right to left, as tiles are taken
+        std::vector<double> k = read(w.forward.k);
+        for (size_t n = 0; n < k.size(); ++n) {
+          k[n] *= 4 - 3 * static_cast<double>(n) / static_cast<double>(k.size());
+        }
+        write(w.forward.k, k);
+      }
+      w.options.engine = engine();
+      w.options.fast_codes = true;
+      CodedCall call(w, 6, /*descaled=*/false);
+      const Expected e = expect_forward(w);
+      if (!computes([&] { compute(call.tensors, w.options); })) return;
+      const double t = tolerance(c_.dtype) + kProducts;
+      EXPECT_TRUE(
+          within("out", w.forward.out, e.reference.out, e.naive.out, 2, (t + 0x1p-3) * e.unit.out));
+      EXPECT_TRUE(within("lse", w.forward.lse, e.reference.lse, {}, 0, t * e.unit.lse));
+    }
   }
 }
 

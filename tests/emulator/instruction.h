@@ -83,6 +83,7 @@ using Narrow = uint16_t (*)(float);
 inline float f32_of_f16(uint16_t x) { return fulgur::f32_from_f16(x); }
 inline float f32_of_bf16(uint16_t x) { return bits_of<float>(static_cast<uint32_t>(x) << 16); }
 inline float f32_of_e4m3(uint8_t x) { return fulgur::Format<fulgur::DType::kE4M3>::code(&x, 0); }
+inline float f32_of_e5m2(uint8_t x) { return fulgur::Format<fulgur::DType::kE5M2>::code(&x, 0); }
 // A NaN that is rounded has no sign: kernels use the sign of what is not negative.
 inline uint16_t f16_of(float x) { return std::isnan(x) ? 0x7fff : fulgur::f16_from_f32(x); }
 inline uint16_t bf16_of(float x) { return std::isnan(x) ? 0x7fff : fulgur::bf16_from_f32(x); }

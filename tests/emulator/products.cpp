@@ -45,18 +45,18 @@ void multiply_warp(Context& c, const Instruction& i) {
 
 namespace {
 
-/// The operands of a product: how many elements 16 bytes hold, of which two are a step along k.
+/// An operand of a product: how many elements 16 bytes hold, of which two are a step along k.
 struct Elements {
-  bool e4m3;
-  Widen wide;  ///< those of 16 bits
+  float (*code)(uint8_t);  ///< those of 8 bits; null: there are none
+  Widen wide;              ///< those of 16 bits
 
-  int in_16_bytes() const { return e4m3 ? 16 : 8; }
+  int in_16_bytes() const { return code ? 16 : 8; }
   int depth() const { return 2 * in_16_bytes(); }
   void read(const unsigned char* from, float* x) const {
     for (int i = 0; i < in_16_bytes(); ++i) {
       uint16_t bits;
-      if (!e4m3) std::memcpy(&bits, from + 2 * i, 2);
-      x[i] = e4m3 ? f32_of_e4m3(from[i]) : wide(bits);
+      if (!code) std::memcpy(&bits, from + 2 * i, 2);
+      x[i] = code ? code(from[i]) : wide(bits);
     }
   }
 };
@@ -109,30 +109,30 @@ struct Share {
 };
 
 void compute(Block& block, const std::vector<Share>& shares, int N, bool A_shared, bool A_across,
-             bool B_across, bool keep, const Elements& elements) {
+             bool B_across, bool keep, const Elements& of_A, const Elements& of_B) {
   for (const Share& share : shares)
     if (share.B != shares[0].B || share.A != shares[0].A)
       fail("threads of a product name different operands");
   float a[32][64], b[32][kMaxColumns];
   if (A_shared) {
-    read_operand(block, shares[0].A, 64, A_across, elements, a[0], 64);
+    read_operand(block, shares[0].A, 64, A_across, of_A, a[0], 64);
   } else {
     for (int t = 0; t < 128; ++t)
       for (int word = 0; word < 4; ++word) {
         const int row = t / 32 * 16 + t % 32 / 4 + word % 2 * 8;
-        const int in_word = elements.in_16_bytes() / 4;
+        const int in_word = of_A.in_16_bytes() / 4;
         for (int i = 0; i < in_word; ++i) {
           const int column = (t % 4 + word / 2 * 4) * in_word + i;
           const uint32_t bits = shares[static_cast<size_t>(t)].a[word] >> 32 / in_word * i;
-          a[column][row] = elements.e4m3 ? f32_of_e4m3(static_cast<uint8_t>(bits))
-                                         : elements.wide(static_cast<uint16_t>(bits));
+          a[column][row] = of_A.code ? of_A.code(static_cast<uint8_t>(bits))
+                                     : of_A.wide(static_cast<uint16_t>(bits));
         }
       }
   }
-  read_operand(block, shares[0].B, N, B_across, elements, b[0], kMaxColumns);
+  read_operand(block, shares[0].B, N, B_across, of_B, b[0], kMaxColumns);
   for (int row = 0; row < 64; ++row) {
     float sums[kMaxColumns] = {};
-    for (int j = 0; j < elements.depth(); ++j)
+    for (int j = 0; j < of_A.depth(); ++j)
       for (int column = 0; column < N; ++column) sums[column] += a[j][row] * b[j][column];
     // Four threads hold a row, two columns of each eight.
     const int warp = row / 16, lane = row % 8 * 4, low = row % 16 / 8 * 2;
@@ -149,8 +149,10 @@ void compute(Block& block, const std::vector<Share>& shares, int N, bool A_share
 void multiply_warpgroup(Context& c, const Instruction& i) {
   const int N = i.columns;
   const auto registers = static_cast<size_t>(N / 2);
-  const Elements elements{i.has("e4m3"), widen(i)};  // e4m3 has no transpositions
-  const bool A_shared = i.atoms.size() == registers + (elements.e4m3 ? 5 : 7);
+  const bool codes = i.has("e4m3");  // they have no transpositions
+  const Elements of_A{codes ? f32_of_e4m3 : nullptr, widen(i)};
+  const Elements of_B{i.has("e5m2") ? f32_of_e5m2 : of_A.code, of_A.wide};
+  const bool A_shared = i.atoms.size() == registers + (codes ? 5 : 7);
   const size_t behind_A = registers + (A_shared ? 1 : 4);
   Share mine = {static_cast<float*>(c.variable(i.atoms[0])), {}, 0, 0};
   for (size_t k = 1; k < registers; ++k)
@@ -159,10 +161,10 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
   for (size_t k = 0; !A_shared && k < 4; ++k) mine.a[k] = c.get32(i.atoms[registers + k]);
   mine.B = c.get(i.atoms[behind_A]);
   const bool keep = c.get(i.atoms[behind_A + 1]) != 0;
-  const bool A_across = A_shared && !elements.e4m3 && c.get(i.atoms[behind_A + 4]) != 0;
-  const bool B_across = !elements.e4m3 && c.get(i.atoms[i.atoms.size() - 1]) != 0;
+  const bool A_across = A_shared && !codes && c.get(i.atoms[behind_A + 4]) != 0;
+  const bool B_across = !codes && c.get(i.atoms[i.atoms.size() - 1]) != 0;
   current->uses_loads();
-  emulator_counts.products += static_cast<uint64_t>(64 * N * elements.depth() / 128);
+  emulator_counts.products += static_cast<uint64_t>(64 * N * of_A.depth() / 128);
   Warpgroup& group = *current->warpgroup;
   const uint64_t number = current->products++;
   if (number - group.first >= group.products.size()) {
@@ -171,7 +173,7 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
     product.shares = shares;
     Block* const block = current->block;
     product.compute = [=] {
-      compute(*block, *shares, N, A_shared, A_across, B_across, keep, elements);
+      compute(*block, *shares, N, A_shared, A_across, B_across, keep, of_A, of_B);
     };
     group.products.push_back(std::move(product));
   }
@@ -193,8 +195,8 @@ void multiply_warpgroup(Context& c, const Instruction& i) {
     block.races.read(block.place_of(address, 16), 16, {*group.actor, uint32_t(number + 1)},
                      product.writes);
   };
-  if (A_shared) for_operand(mine.A, 64, A_across, elements.in_16_bytes(), read);
-  for_operand(mine.B, N, B_across, elements.in_16_bytes(), read);
+  if (A_shared) for_operand(mine.A, 64, A_across, of_A.in_16_bytes(), read);
+  for_operand(mine.B, N, B_across, of_B.in_16_bytes(), read);
   if (at_once()) group.finish(number + 1);
 }
 void commit_products(Context&, const Instruction&) {

@@ -27,7 +27,7 @@ Input<Args>& AttentionExecutable<Args>::add_input(const char* name, ConstTensor 
   if (!copied.why.empty()) {
     in.shape = cuda::copied(shape, copied.dtype.value_or(shape.dtype));
     const bool widens = in.shape.dtype != shape.dtype;
-    in.copies = gpu_.kernel(widens ? widen_kernel() : copy_kernel()).function;
+    in.copies = gpu_.kernel(widens ? widen_kernel(shape.dtype) : copy_kernel()).function;
     in.copy = copy_params(shape, in.shape);
   }
   return inputs_.emplace_back(std::move(in));

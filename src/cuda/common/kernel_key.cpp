@@ -87,7 +87,7 @@ OperandTypes multiplied(const Problem& p) {
   // not compute; a bias has buffers of K.
   const bool fast = p.fast_codes && is_low_bit(types.q) && p.dropout_p == 0 && !p.has(Arg::kBias) &&
                     !p.expressions.masks();
-  if (is_low_bit(types.v) && !fast) types.v = DType::kF16;
+  if (is_low_bit(types.v) && !(fast && types.v == DType::kE4M3)) types.v = DType::kF16;
   return types;
 }
 
@@ -142,13 +142,16 @@ std::string codes_rejected(const Problem& p) {
   }
   const bool few_rows = p.pass == Pass::kForward && !is_low_bit(p.dtypes.q);  // decode kernels
   for (const auto& [name, dtype] : operands) {
-    const bool known = few_rows ? dtype <= DType::kInt4 : dtype == DType::kE4M3;
-    if (is_low_bit(dtype) && !known) {
+    const bool of_q = name[0] == 'q';
+    const DType last = few_rows ? DType::kInt4 : of_q ? DType::kE4M3 : DType::kE5M2;
+    if (is_low_bit(dtype) && dtype > last) {
       return fmt::format("takes no low-bit {} ({}) but {}", name, name_of(dtype),
-                         few_rows ? "e4m3, e5m2, int8 and int4" : "e4m3");
+                         few_rows ? "e4m3, e5m2, int8 and int4"
+                         : of_q   ? "e4m3"
+                                  : "e4m3 and e5m2");
     }
     if (!is_low_bit(dtype) && !few_rows) {
-      return fmt::format("takes a q of e4m3 with k and v of e4m3, got {} of {}", name,
+      return fmt::format("takes a q of e4m3 with k and v of codes, got {} of {}", name,
                          name_of(dtype));
     }
   }

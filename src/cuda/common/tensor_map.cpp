@@ -14,6 +14,7 @@ auto type_of(DType dtype) {
   switch (dtype) {
     case DType::kBool:
     case DType::kE4M3:
+    case DType::kE5M2:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     case DType::kF32:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include "base/check.h"
+#include "cuda/common/kernel_key.h"
 
 namespace fulgur::cuda {
 namespace {
@@ -49,7 +50,10 @@ std::array<Dimension, 3> outer_dimensions(const TensorShape& s) {
 }
 
 KernelUse copy_kernel() { return {{"common/copy_rows.cu", ""}, "fulgur_forward_copy", 0}; }
-KernelUse widen_kernel() { return {{"common/widen_rows.cu", ""}, "fulgur_forward_widen", 0}; }
+KernelUse widen_kernel(DType from) {
+  const std::string config = config_text({{}, {{"kFrom", element_of(from)}}});
+  return {{"common/widen_rows.cu", config}, "fulgur_forward_widen", 0};
+}
 
 ForwardShapes forward_shapes(const Problem& p, int box_keys) {
   const OperandTypes types = p.dtypes;

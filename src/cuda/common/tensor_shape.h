@@ -71,8 +71,8 @@ void* aligned_data(const char* name, const ConstTensor& tensor, bool empty);
 
 /// Copies a tensor that is not addressable to rows of multiples of 16 bytes.
 KernelUse copy_kernel();
-/// The same of a tensor of e4m3 into f16.
-KernelUse widen_kernel();
+/// The same of a tensor of e4m3 or e5m2 into f16.
+KernelUse widen_kernel(DType from);
 inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // blocks an SM
 /// Its arguments, without addresses.
 ForwardCopyParams copy_params(const TensorShape& from, const TensorShape& to);

@@ -29,7 +29,7 @@ std::vector<KernelUse> forward_kernels(const ForwardPlan& plan) {
   std::vector<KernelUse> kernels;
   if (plan.work.q_tiles > 0) kernels.push_back(main_kernel(plan));
   add_forward_kernels(plan, kernels);
-  if (plan.widens_v) kernels.push_back(widen_kernel());
+  if (plan.widens_v) kernels.push_back(widen_kernel(*plan.widens_v));
   if (plan.work.q_tiles > 0 && plan.centers_v()) kernels.push_back(values_kernel(plan));
   return kernels;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "cuda/common/family.h"
@@ -62,7 +63,7 @@ struct ForwardLaunch {
 struct ForwardPlan : ForwardKey, ForwardLaunch {
   /// Why q, k, v and the bias are copied to where TMA can address them; empty where they are not.
   std::string copies_q, copies_k, copies_v, copies_bias;
-  bool widens_v = false;  ///< the copy of v is of f16, where v has e4m3
+  std::optional<DType> widens_v;  ///< the copy of v is of f16, where v has these codes
   bool operator==(const ForwardPlan&) const = default;
 
   /// V comes as an image of key tiles for products of e4m3 (kernels/sm90/forward/values.cuh).

@@ -108,12 +108,12 @@ ForwardPlan common(const Problem& p) {
   const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
-  plan.widens_v = plan.dtypes.v != p.dtypes.v;
+  if (plan.dtypes.v != p.dtypes.v) plan.widens_v = p.dtypes.v;
   plan.maps_tiles = plan.mask_mod;
   // With a bias K has buffers for longer than V; a map does not say which tile is before one.
   plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0 && !plan.maps_tiles;
   plan.copies_v = plan.centers_v() ? ""
-                  : plan.widens_v  ? "its e4m3 is multiplied as f16"
+                  : plan.widens_v  ? "its codes are multiplied as f16"
                                    : not_addressable(maps.v);
   plan.copies_bias = not_addressable(maps.bias);
   return plan;

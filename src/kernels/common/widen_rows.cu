@@ -1,5 +1,6 @@
-// A tensor of e4m3 codes into f16, which has each of their numbers, for products with P of 16 bits. Its rows lie at
-// multiples of 16 bytes, as those of copy_rows.cu.
+// A tensor of codes of e4m3 or e5m2 (kFrom) into f16, which has each of their numbers, for products with P of 16 bits.
+// Its rows lie at multiples of 16 bytes, as those of copy_rows.cu.
+#include "kernel_config.h"
 #include "common/copy_rows_params.h"
 #include "device/codes.cuh"
 
@@ -37,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) fulgur_forward_widen(cons
       for (int i = 0; i < kRowsAhead; ++i)
         if (first + i * step < rows)
           static_cast<uint4*>(p.to)[(first + i * step) * units + unit] = {
-              e4m3_pair(codes[i], 0), e4m3_pair(codes[i], 1), e4m3_pair(codes[i], 2), e4m3_pair(codes[i], 3)};
+              code_pair<Element(kFrom)>(codes[i], 0), code_pair<Element(kFrom)>(codes[i], 1),
+              code_pair<Element(kFrom)>(codes[i], 2), code_pair<Element(kFrom)>(codes[i], 3)};
     }
 }

@@ -72,7 +72,10 @@ __device__ __forceinline__ uint2 load_codes(const unsigned char* from, int count
   return {x[0], x[1]};
 }
 
-// Words of f16 with the numbers of two of eight codes each.
-__device__ __forceinline__ u32 e4m3_pair(uint2 codes, int pair) {
-  return e4m3_to_f16(static_cast<unsigned short>((pair < 2 ? codes.x : codes.y) >> 16 * (pair % 2)));
+// Words of f16 with the numbers of two of eight codes each, of e4m3 or e5m2.
+template <Element type>
+__device__ __forceinline__ u32 code_pair(uint2 codes, int pair) {
+  const u32 word = pair < 2 ? codes.x : codes.y;
+  if constexpr (type == kE5M2) return __byte_perm(word, 0, pair % 2 == 0 ? 0x1404 : 0x3424);
+  return e4m3_to_f16(static_cast<unsigned short>(word >> 16 * (pair % 2)));
 }

@@ -86,6 +86,8 @@ __device__ __forceinline__ float to_f32(typename InMemory<kType>::Type x) {
     return __uint_as_float(u32(x) << 16);
   } else if constexpr (kType == kE4M3) {
     return half_to_float(static_cast<unsigned short>(e4m3_to_f16(x)));
+  } else if constexpr (kType == kE5M2) {
+    return half_to_float(static_cast<unsigned short>(x << 8));
   } else {
     return half_to_float(x);
   }

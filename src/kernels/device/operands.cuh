@@ -10,5 +10,5 @@ using ElementO = ElementType<Element(kElementO)>;
 
 constexpr Operands kOperands = {ElementQ::kType, ElementK::kType, ElementV::kType, ElementO::kType};
 
-// A product has operands of one type: S = Q K^T, O = P V and their gradients.
-static_assert(ElementQ::kType == ElementK::kType);
+// A product has operands of one type: S = Q K^T, O = P V and their gradients; but K of a Q of e4m3 may be e5m2.
+static_assert(ElementQ::kType == ElementK::kType || (ElementQ::kType == kE4M3 && ElementK::kType == kE5M2));

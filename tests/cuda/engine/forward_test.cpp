@@ -286,6 +286,7 @@ TEST_F(OnFakeGpu, PlansTellDecisionsAndRejections) {
 // V in f16 first; the kernel takes codes of q and k, and descales from where they lie.
 TEST_F(OnFakeGpu, CodesOfVAreWidenedFirst) {
   ForwardCall call = forward_call({.dtype = DType::kE4M3, .sk = 900});
+  call.args.k.dtype = DType::kE5M2;
   static const float scales[64] = {};
   const Device device = call.args.q.device;
   call.args.descales.q_descale =
@@ -293,7 +294,7 @@ TEST_F(OnFakeGpu, CodesOfVAreWidenedFirst) {
   call.args.descales.v_descale =
       Tensor::contiguous(const_cast<float*>(scales) + 8, DType::kF16, {2, 2}, device);
   const Plan plan = fulgur::plan(call.args, call.options);
-  EXPECT_EQ(plan.details().get<std::string>("copies.v"), "its e4m3 is multiplied as f16");
+  EXPECT_EQ(plan.details().get<std::string>("copies.v"), "its codes are multiplied as f16");
   EXPECT_GE(plan.workspace().bytes, 2 * 900 * 2 * 128 * 2);
   const ForwardArgs args = placed(call.args, kBase);
   plan.run(args, call.run);
@@ -397,9 +398,9 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
   expect_refused(with([](ForwardArgs& a) { a.q.dtype = DType::kE5M2; }),
                  "takes no low-bit q (e5m2) but e4m3");
   expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kInt8; }),
-                 "takes no low-bit v (int8) but e4m3");
+                 "takes no low-bit v (int8) but e4m3 and e5m2");
   expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kBF16; }),
-                 "takes a q of e4m3 with k and v of e4m3, got v of bf16");
+                 "takes a q of e4m3 with k and v of codes, got v of bf16");
   // With a q of 16 bits decode kernels take k and v of some formats.
   const auto cached = [&](DType k, DType v) {
     return with([&](ForwardArgs& a) {

@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 2)
       for (int pair = 0; pair < kCodesAtOnce / 2; ++pair)
 #pragma unroll
         for (int i = 0; i < kRowsAhead; i += 2) {
-          const u32 both = Half::add(e4m3_pair(x[i], pair), e4m3_pair(x[i + 1], pair));
+          const u32 both = Half::add(code_pair<kE4M3>(x[i], pair), code_pair<kE4M3>(x[i + 1], pair));
           sum[2 * pair] += Half::low(both);
           sum[2 * pair + 1] += Half::high(both);
         }

@@ -26,7 +26,7 @@ __device__ __forceinline__ u32 operand_descriptor(u32 shared, u32 leading_bytes)
 // of one step, swizzled likewise.
 enum Lies : int { kAlongK = 0, kAcrossK = 1, kInSteps };
 
-// Both operands are of one type.
+// Both operands are of one type of 16 bits; or A is of e4m3, and B of this type.
 template <int N, Element type>
 struct Wgmma;
 
@@ -67,6 +67,7 @@ struct Wgmma;
 #define FULGUR_O128 FULGUR_O120, FULGUR_O(120)
 
 #define FULGUR_MMA(N, TYPE) "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32." TYPE "." TYPE " {"
+#define FULGUR_MMA_OF_8_BITS(N, TYPE) "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3." TYPE " {"
 // R = N / 2 accumulators; a to g: the numbers of the operands after them. `keep` = 0 starts the sum from zero.
 #define FULGUR_WGMMA_OF(ELEMENT, TYPE, N, R, a, b, c, d, e, f, g)                                                      \
   template <>                                                                                                          \
@@ -91,17 +92,17 @@ struct Wgmma;
                    : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep), "n"(+B_lies));                     \
     }                                                                                                                  \
   };
-// Operands of e4m3 lie along k, B with A in registers in steps.
-#define FULGUR_WGMMA_OF_E4M3(N, R, a, b, c, d, e, f, g)                                                                \
+// A of e4m3 and B of 8 bits lie along k, B with A in registers in steps.
+#define FULGUR_WGMMA_OF_8_BITS(ELEMENT, TYPE, N, R, a, b, c, d, e, f, g)                                               \
   template <>                                                                                                          \
-  struct Wgmma<N, kE4M3> {                                                                                             \
+  struct Wgmma<N, ELEMENT> {                                                                                           \
     template <Lies A_lies, Lies B_lies>                                                                                \
     static __device__ __forceinline__ void multiply(float (&D)[R], u32 A, u32 B, int keep) {                           \
       static_assert(A_lies == kAlongK && B_lies == kAlongK);                                                           \
       asm volatile("{.reg .pred keep; .reg .b64 A, B; setp.ne.b32 keep, %" #c ", 0;\n"                                 \
                    "mov.b64 A, {%" #a ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
                    "mov.b64 B, {%" #b ", " FULGUR_DESCRIPTOR_HIGH "};\n"                                               \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FULGUR_T##R "}, A, B, keep, 1, 1;}"     \
+                   FULGUR_MMA_OF_8_BITS(N, TYPE) FULGUR_T##R "}, A, B, keep, 1, 1;}"                                   \
                    : FULGUR_O##R                                                                                       \
                    : "r"(A), "r"(B), "r"(keep));                                                                       \
     }                                                                                                                  \
@@ -110,16 +111,17 @@ struct Wgmma;
       static_assert(B_lies == kInSteps);                                                                               \
       asm volatile("{.reg .pred keep; .reg .b64 B; setp.ne.b32 keep, %" #f ", 0;\n"                                    \
                    "mov.b64 B, {%" #e ", " FULGUR_STEP_DESCRIPTOR_HIGH "};\n"                                          \
-                   "wgmma.mma_async.sync.aligned.m64n" #N "k32.f32.e4m3.e4m3 {" FULGUR_T##R                            \
+                   FULGUR_MMA_OF_8_BITS(N, TYPE) FULGUR_T##R                                                           \
                    "}, {%" #a ", %" #b ", %" #c ", %" #d "}, B, keep, 1, 1;}"                                          \
                    : FULGUR_O##R                                                                                       \
                    : "r"(A[0]), "r"(A[1]), "r"(A[2]), "r"(A[3]), "r"(B), "r"(keep));                                   \
     }                                                                                                                  \
   };
-#define FULGUR_WGMMA(N, R, ...)                         \
-  FULGUR_WGMMA_OF(kBF16, "bf16", N, R, __VA_ARGS__)     \
-  FULGUR_WGMMA_OF(kF16, "f16", N, R, __VA_ARGS__)       \
-  FULGUR_WGMMA_OF_E4M3(N, R, __VA_ARGS__)
+#define FULGUR_WGMMA(N, R, ...)                            \
+  FULGUR_WGMMA_OF(kBF16, "bf16", N, R, __VA_ARGS__)        \
+  FULGUR_WGMMA_OF(kF16, "f16", N, R, __VA_ARGS__)          \
+  FULGUR_WGMMA_OF_8_BITS(kE4M3, "e4m3", N, R, __VA_ARGS__) \
+  FULGUR_WGMMA_OF_8_BITS(kE5M2, "e5m2", N, R, __VA_ARGS__)
 FULGUR_WGMMA(16, 8, 8, 9, 10, 11, 12, 13, 14)
 FULGUR_WGMMA(32, 16, 16, 17, 18, 19, 20, 21, 22)
 FULGUR_WGMMA(48, 24, 24, 25, 26, 27, 28, 29, 30)
