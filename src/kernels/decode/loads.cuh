@@ -168,7 +168,8 @@ class LaneLoader {
   };
 
   // A run comes as it is. Else each number has a word, a number of f16 the one of 4 bytes that it is a half of; returns
-  // the bit of the tensor where that is the upper half of the first one.
+  // the bit of the tensor where that is the upper half of the first one. A number of f16 that all keys have may be all
+  // of its memory: it is loaded, and after the first key it is in the L1 cache.
   template <int tensor>
   __device__ __forceinline__ u32 copy_scales_of(const CodeScales& t, const KeyInMemory& from, u32 to) const {
     constexpr int kCount = scale_count(tensor);
@@ -184,6 +185,10 @@ class LaneLoader {
         copy_run<4 * kCount>(place, at, from.there);
       else
         copy_run<2 * kCount>(place, at, from.there);
+      return 0;
+    }
+    if (!t.of_rows && t.type != kF32) {
+      store_shared(place, int(*reinterpret_cast<const unsigned short*>(at)));
       return 0;
     }
     const u32 upper = at >> 1 & 1;
