@@ -8,7 +8,7 @@ The suites have some hundred thousand cases each. Of every test the draws cover 
 of its parameters first, as far as they reach, and are independent from then on. A case passes, is
 skipped by the test itself, asks for what fulgur does not have (counted by the argument's name), or
 fails; exit status 1 if one fails. Needs fulgur, torch, pytest and einops, and for the real suites a
-GPU. Switches of the suites (FLASH_ATTENTION_DISABLE_FP8=TRUE and others) are environment variables.
+GPU. Switches of the suites (FLASH_ATTENTION_DISABLE_SPLIT=TRUE and others) are environment variables.
 """
 
 import argparse

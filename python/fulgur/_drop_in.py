@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from fulgur._names import OPTIONS, named
 from fulgur.torch import append, append_attention, attention
-from fulgur.torch._tensors import autocasts, cast_to_cache
+from fulgur.torch._tensors import autocasts, cast_to_cache, has_codes
 
 
 def refuse(**arguments):
@@ -73,31 +73,32 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=bound)
 
 
-class _WithPages(torch.autograd.Function):
+class _WithoutGradient(torch.autograd.Function):
     """A result that has no gradient, which its backward pass says."""
 
     @staticmethod
-    def forward(ctx, name, result, *inputs):
-        ctx.name = name
+    def forward(ctx, why, result, *inputs):
+        ctx.why = why
         return result.view_as(result)
 
     @staticmethod
     def backward(ctx, *_):
-        raise NotImplementedError(
-            f"{ctx.name}: fulgur has no gradients with pages; want torch.no_grad() or detached inputs"
-        )
+        raise NotImplementedError(f"{ctx.why}; want torch.no_grad() or detached inputs")
 
 
-def with_pages(name, table, inputs, call):
-    """The results of call(). Where it reads the pages of a table, which callers know by `name`, they
-    require grad where inputs do, as upstream's, and the backward pass raises."""
-    if table is None or not torch.is_grad_enabled():
-        return call()
-    if not any(getattr(x, "requires_grad", False) for x in inputs):
+def without_gradient(why, inputs, call):
+    """The results of call(), which has no gradient: they require grad where inputs do, as upstream's, and the
+    backward pass raises, and says why."""
+    if not torch.is_grad_enabled() or not any(getattr(x, "requires_grad", False) for x in inputs):
         return call()
     with torch.no_grad():
         results = call()
-    return tuple(_WithPages.apply(name, x, *inputs) for x in results)
+    return tuple(_WithoutGradient.apply(why, x, *inputs) for x in results)
+
+
+def with_pages(name, table, inputs, call):
+    """The results of call(). Where it reads the pages of a table, which callers know by `name`, it has no gradient."""
+    return call() if table is None else without_gradient(f"{name}: fulgur has no gradients with pages", inputs, call)
 
 
 def want_tensors(**given):
@@ -170,6 +171,8 @@ def with_kvcache(
     dv = v_cache.shape[-1]
     # As upstream does, too: the GPU reads caches in rows of multiples of 16 bytes.
     padded = q.is_cuda and (q.shape[-1] % 8 or dv % 8)
+    # New rows of codes are codes already, which descales do not change.
+    apart = padded or has_codes(k_cache)
     if k is not None:
         new = cu_seqlens_k_new
         if new is not None and new.device != cache_seqlens.device:
@@ -180,7 +183,7 @@ def with_kvcache(
             cu_seqlens_k_new=new, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved,
             rotary_seqlens=None if rotary_cos is None else rotary_seqlens, **places,
         )  # fmt: skip
-        if not padded:
+        if not apart:
             return named(
                 _NAMES_OF_NEW_ROWS, append_attention, q, k_cache, v_cache, k, v, cache_seqlens,
                 leftpad_k=cache_leftpad, chunk=chunk, return_lse=True, **rows, **queries, **options,

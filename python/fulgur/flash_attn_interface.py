@@ -10,7 +10,7 @@ bfloat16 then, as upstream's, and has no gradient.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts
+from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts, without_gradient
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention
 from fulgur.torch._tensors import has_codes, whole_rows
@@ -32,7 +32,11 @@ def _attention(
         options |= descales
     else:
         _want_no_descales("q", q, descales)
-    results = named(OPTIONS, attention, q, k, v, deterministic=deterministic, **options)
+
+    def call():
+        return named(OPTIONS, attention, q, k, v, deterministic=deterministic, **options)
+
+    results = without_gradient("q: fulgur has no gradients of float8", (q, k, v), call) if has_codes(q) else call()
     return results if return_attn_probs else results[0]
 
 
@@ -115,17 +119,15 @@ def flash_attn_with_kvcache(
 
     rotary_cos and rotary_sin rotate k to cache_seqlens + its row, and q likewise if ``causal``,
     a window or chunks bound it, else all of q to cache_seqlens; rotary_seqlens stands in for
-    cache_seqlens there. With page_table, cache_batch_idx names its rows. Caches of float8 take no
-    new rows, and a q of float8, bfloat16 or float16.
+    cache_seqlens there. With page_table, cache_batch_idx names its rows. Caches of float8 take new
+    rows of their dtype, as they are where they are not rotated, and a q of float8, bfloat16 or float16.
     """
     refuse(qv=qv)
     descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if has_codes(k_cache):
-        if k is not None or v is not None:
-            raise NotImplementedError(
-                "k: given with a cache of float8; want fulgur.append_attention, which quantizes new rows"
-            )
         q, descales = _as_bfloat16(q, descales)
+        k, v = _rows_as_bfloat16("k", k, k_cache), _rows_as_bfloat16("v", v, v_cache)
+        rotary_cos, rotary_sin = (x.to(torch.bfloat16) if has_codes(x) else x for x in (rotary_cos, rotary_sin))
     else:
         _want_no_descales("k_cache", k_cache, descales)
         descales = {}
@@ -154,6 +156,19 @@ def _as_bfloat16(q, descales):
     elif of_q is not None:
         _want_no_descales("q", q, {"q_descale": of_q})
     return q, {"k_descale": of_k, "v_descale": of_v}
+
+
+def _rows_as_bfloat16(name, rows, cache):
+    """New rows of a cache of float8 in bfloat16, of whose numbers that cache has each."""
+    if rows is None:
+        return None
+    _drop_in.want_tensors(**{name: rows})
+    if rows.dtype != cache.dtype:
+        raise ValueError(
+            f"{name}: got {_dtype_of(rows)}, want {_dtype_of(cache)} as the cache;"
+            " fulgur.append_attention quantizes new rows"
+        )
+    return rows.to(torch.bfloat16)
 
 
 def _with_kvcache(*args, page_table, cache_batch_idx, **options):

@@ -55,7 +55,7 @@ def test_descales_are_of_float8(name):
     k8 = k.to(torch.float8_e4m3fn)
     with pytest.raises(RuntimeError, match="^q_descale: got shape"):
         fa3.flash_attn_func(q.to(torch.float8_e4m3fn), k8, k8, q_descale=torch.ones(3, 7))
-    with pytest.raises(NotImplementedError, match="^k: given with a cache of float8"):
+    with pytest.raises(ValueError, match="^k: got float32, want float8_e4m3fn as the cache"):
         fa3.flash_attn_with_kvcache(q, k8, k8, k, v, cache_seqlens=3)
 
 

@@ -39,6 +39,11 @@ class TestFlashAttention3:
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.float(), want[0], rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(lse, want[1])
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        recorded = fa3.flash_attn_func(*leaves, **dict(zip(names, descales, strict=True)), **theirs)
+        assert torch.equal(recorded, out) and recorded.requires_grad
+        with pytest.raises(NotImplementedError, match="^q: fulgur has no gradients of float8"):
+            recorded.sum().backward()
         packed = [x.flatten(0, 1) for x in (q, k, v)]
         ends = int32(0, 5, 10), int32(0, 7, 14), 5, 7
         got = fa3.flash_attn_varlen_func(*packed, *ends, **dict(zip(names, descales, strict=True)), **theirs)
@@ -65,6 +70,41 @@ class TestFlashAttention3:
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.float(), want[0], rtol=1e-2, atol=4e-3)
         torch.testing.assert_close(lse, want[1], rtol=1e-3, atol=1e-3)
+
+    @pytest.mark.parametrize("rotated", [False, True])
+    def test_new_rows_of_caches_of_float8(self, rotated):
+        """They go to the cache as they are, or rotated, whatever its descales, which the attention takes."""
+        codes = torch.float8_e4m3fn
+        q, k, v = make_qkv()
+        k_cache, v_cache = k.to(codes), v.to(codes)
+        k_new, v_new = (torch.randn(2, 2, 2, 8).to(codes) for _ in range(2))
+        angles = torch.rand(10, 4)
+        cos_sin = dict(rotary_cos=angles.cos().to(codes), rotary_sin=angles.sin().to(codes)) if rotated else {}
+        lengths = int32(5, 2)
+        caches = [x.clone() for x in (k_cache, v_cache)]
+        descales = dict(k_descale=torch.rand(2, 2) + 0.5, v_descale=torch.rand(2, 2) + 0.5)
+        out = fa3.flash_attn_with_kvcache(
+            q.bfloat16(), *caches, k_new, v_new, cache_seqlens=lengths, causal=True, rotary_interleaved=False,
+            **descales, **cos_sin,
+        )  # fmt: skip
+        want_k, want_v = k_cache.float(), v_cache.float()
+        turned_q = q.bfloat16().double()
+        for b, length in enumerate(lengths.tolist()):
+            rows = slice(length, length + 2)
+            x = k_new[b].double()
+            if rotated:
+                at = [t.float()[length:] for t in cos_sin.values()]
+                x = turned(x, *(t[:2] for t in at), False)
+                turned_q[b] = turned(turned_q[b], *(t[:5] for t in at), False)
+            want_k[b, rows], want_v[b, rows] = x.to(codes).float(), v_new[b].float()
+        torch.testing.assert_close(caches[0].float(), want_k, rtol=0.13 if rotated else 0, atol=0.002 if rotated else 0)
+        assert torch.equal(caches[1].float(), want_v)
+        numbers = [
+            x.double() * descale.double()[:, None, :, None]
+            for x, descale in zip((caches[0].float(), want_v), descales.values(), strict=True)
+        ]
+        want = attention(turned_q, *numbers, seqused_k=lengths + 2, causal=True)
+        torch.testing.assert_close(out.double(), want, rtol=2e-2, atol=8e-3)
 
     @pytest.mark.parametrize("options", [{}, dict(causal=True), dict(window_size=(2, 1))])
     @pytest.mark.parametrize("chunk", [1, 3, 20])
