@@ -20,6 +20,7 @@
 #include "calls.h"
 #include "expressions.h"
 #include "fulgur/append.h"
+#include "fulgur/codes/hadamard.h"
 #include "fulgur/cuda.h"
 #include "fulgur/distributed/plan.h"
 #include "fulgur/scores.h"
@@ -243,6 +244,15 @@ void dequantize(const nb::dict& given, int threads, uintptr_t stream) {
   fulgur::dequantize(args, options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
+void hadamard(const nb::dict& given, bool inverse, int threads, uintptr_t stream) {
+  const Entries views(given);
+  const fulgur::HadamardArgs args{tensor(views, "x"), tensor(views, "y"), inverse};
+  fulgur::Options options;
+  options.threads = threads;
+  const fulgur::python::WithoutGil unlocked;
+  fulgur::hadamard(args, options, {.stream = reinterpret_cast<void*>(stream)});
+}
+
 /// (numbers of a block, its bytes, the dtype of arrays of codes, whether blocks have scales).
 std::tuple<int64_t, int64_t, std::string, bool> format(const std::string& name) {
   const fulgur::DType dtype = fulgur::format_named(name.c_str());
@@ -463,6 +473,7 @@ NB_MODULE(_fulgur, m) {
   m.def("check_append_forward", &check_append_forward, "views"_a, "options"_a, "interleaved"_a);
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
+  m.def("hadamard", &hadamard, "views"_a, "inverse"_a, "threads"_a, "stream"_a);
   m.def("quantize", &quantize, "views"_a, "static_scale"_a, "threads"_a, "stream"_a);
   m.def("dequantize", &dequantize, "views"_a, "threads"_a, "stream"_a);
   m.def("format", &format, "name"_a);

@@ -19,6 +19,7 @@ GENERATED = "kernel_config.h"  # a plan's constants, which only device text incl
 MAX_UNITS = 16  # of a folder
 
 PUBLIC = "include/fulgur"
+PUBLIC_CODES = "include/fulgur/codes"
 PUBLIC_GROUPS = "include/fulgur/distributed"
 HOST_DEVICE = ["kernels/host_device"]
 SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("common", "forward", "backward")]
@@ -31,7 +32,8 @@ SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
-    PUBLIC: [PUBLIC_GROUPS],
+    PUBLIC: [PUBLIC_CODES, PUBLIC_GROUPS],
+    PUBLIC_CODES: [PUBLIC],
     PUBLIC_GROUPS: [PUBLIC],
     "base": [PUBLIC, *HOST_DEVICE],
     "expression": [PUBLIC, "base", *HOST_DEVICE],
@@ -53,7 +55,7 @@ FOLDERS = {
     "cuda/papers": [*CUDA_COMMON, "cuda/common", "cuda/portable", "kernels/papers"],
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/decode", "cuda/papers", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
-    "api": [*CALL, "engine", "plan", PUBLIC_GROUPS],
+    "api": [*CALL, "engine", "plan", PUBLIC_CODES, PUBLIC_GROUPS],
     "distributed": [*CALL, PUBLIC_GROUPS, "distributed/device"],
     "distributed/device": [*CALL, PUBLIC_GROUPS, "distributed", "kernels/backward", "cuda/driver", "cuda/jit",
                            "cuda/device", "cuda/common"],

@@ -16,7 +16,7 @@ PUBLIC = re.compile(
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
     r"(cuda::(allocate|deallocate|copy|synchronize|plan_for_card|prewarm|tune)|Error|BasicTensor|Plan|Details|Expr"
     r"|TensorSymbol|forward|backward|plan|append|merge|parse_expression|scores|scores_shape|engines|size_of|name_of"
-    r"|quantize|dequantize|has_scales|format_named|block_of|Group|DistributedPlan|rows_of|forecast)"
+    r"|quantize|dequantize|hadamard|has_scales|format_named|block_of|Group|DistributedPlan|rows_of|forecast)"
     r"\b.*)"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent

@@ -63,6 +63,7 @@ class Quantized:
     scale: Any
     zero_point: Any
     dtype: str
+    rotated: bool
     shape: tuple[int, ...]
     def __init__(
         self,
@@ -72,6 +73,7 @@ class Quantized:
         zero_point: _DLPack | None = None,
         *,
         dtype: str = "f32",
+        rotated: bool = False,
     ) -> None: ...
     def dequantize(
         self,
@@ -122,9 +124,18 @@ def quantize(
     scale: Literal["tensor", "head", "token"] | int | _DLPack | None = None,
     zero_point: bool | _DLPack | None = None,
     scale_dtype: Literal["f32", "f16"] = "f32",
+    rotate: bool = False,
     threads: int = 0,
     stream: int | _CudaStream | None = None,
 ) -> Quantized: ...
+def hadamard(
+    x: _Array,
+    *,
+    inverse: bool = False,
+    dtype: _DType | None = None,
+    threads: int = 0,
+    stream: int | _CudaStream | None = None,
+) -> _Array: ...
 def engines() -> list[Engine]: ...
 def install_as(
     name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],

@@ -353,6 +353,11 @@ FULGUR_API fulgur_status fulgur_quantize(const fulgur_quantize_args* args,
 FULGUR_API fulgur_status fulgur_dequantize(const fulgur_quantize_args* args,
                                            const fulgur_options* options);
 
+/// y <- x with its columns turned, or turned back (fulgur::hadamard). `options` and `run` may be
+/// null.
+FULGUR_API fulgur_status fulgur_hadamard(const DLTensor* x, const DLTensor* y, int inverse,
+                                         const fulgur_options* options, const fulgur_run* run);
+
 // Attention over sequences whose rows lie in several processes, on CPUs
 // (fulgur/distributed/plan.h). All ranks make the same calls of a group in one order.
 // FULGUR_UNAVAILABLE where a rank has left or hangs, from then on.

@@ -3,6 +3,7 @@
 /// Exact attention: include this for the whole C++ API.
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
+#include "fulgur/codes/hadamard.h"
 #include "fulgur/details.h"
 #include "fulgur/distributed/plan.h"
 #include "fulgur/error.h"

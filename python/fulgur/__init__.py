@@ -50,7 +50,7 @@ from fulgur._expressions import (
 from fulgur._fulgur import Error, __version__
 from fulgur._install import install_as
 from fulgur._plans import BackwardPlan, Plan, WorkspaceNeed, explain, plan, plan_backward
-from fulgur._quantize import Quantized, quantize
+from fulgur._quantize import Quantized, hadamard, quantize
 
 __all__ = [
     "BackwardPlan",
@@ -75,6 +75,7 @@ __all__ = [
     "explain",
     "expression",
     "floor",
+    "hadamard",
     "install_as",
     "log",
     "maximum",

@@ -198,15 +198,29 @@ def _want_memory(name, tensor):
 
 
 class OfCodes:
-    """Stands for an array of codes: `views(name, stream)` are those of the codes and of what scales them."""
+    """Stands for an array of codes: `views(name, stream)` are those of the codes and of what scales them;
+    `rotated`: those are of rows that rotate(rows, stream) makes."""
 
     __slots__ = ()
+
+
+def _rotated_alike(arrays, stream):
+    """The arrays, q rotated where k is."""
+    rotated = {name: isinstance(x, OfCodes) and x.rotated for name, x in arrays.items()}
+    if rotated.get("v"):
+        raise ValueError("v: got rotated codes, want those of q and k alone: out would be rotated")
+    if not arrays.keys() >= {"q", "k"} or rotated["q"] == rotated["k"]:
+        return arrays
+    if rotated["q"] or isinstance(arrays["q"], OfCodes):
+        turned, other = ("q", "k") if rotated["q"] else ("k", "q")
+        raise ValueError(f"{other}: is not rotated, want fulgur.quantize(..., rotate=True) as of {turned}")
+    return arrays | {"q": arrays["k"].rotate(arrays["q"], stream)}
 
 
 def views(stream=0, **arrays):
     """Views of arrays by name, and of what comes with those that are quantized."""
     found = {}
-    for name, array in arrays.items():
+    for name, array in _rotated_alike(arrays, stream).items():
         if isinstance(array, OfCodes):
             found |= array.views(name, stream)
         else:
@@ -217,6 +231,8 @@ def views(stream=0, **arrays):
 def written(name, array, stream=0):
     """Views of an array that a call writes to, and of what comes with it where it is quantized."""
     if isinstance(array, OfCodes):
+        if array.rotated:
+            raise ValueError(f"{name}: got rotated codes, want them as numbers are, for new rows are not rotated")
         return array.views(name, stream, writable=True)
     return {name: view(name, array, True, stream)}
 

@@ -16,7 +16,8 @@ class Quantized(_a.OfCodes):
 
     ``format``: its name. ``codes``: of float8 or int8 in the shape of the numbers; of the other formats
     uint8, whose last dimension counts the bytes of a row. ``scale``, ``zero_point``: as k_descale and
-    k_zero_point of :func:`attention`, or None. ``dtype``: what :meth:`dequantize` gives.
+    k_zero_point of :func:`attention`, or None. ``dtype``: what :meth:`dequantize` gives. ``rotated``: the codes
+    are those of :func:`hadamard` of the numbers. With such a k attention rotates a q of floats, too.
 
     >>> import numpy as np, fulgur
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 1, 64)
@@ -25,13 +26,13 @@ class Quantized(_a.OfCodes):
     (Quantized('q4_0', (1, 1, 1, 64)), (1, 1, 1, 36))
     """
 
-    __slots__ = ("format", "codes", "scale", "zero_point", "dtype", "_view")
+    __slots__ = ("format", "codes", "scale", "zero_point", "dtype", "rotated", "_view")
 
-    def __init__(self, format, codes, scale=None, zero_point=None, *, dtype="f32"):
+    def __init__(self, format, codes, scale=None, zero_point=None, *, dtype="f32", rotated=False):
         if not isinstance(format, str):
             raise TypeError(f"format: got {format!r}, want a name")
         self.format, self.codes, self.scale, self.zero_point = format, codes, scale, zero_point
-        self.dtype = dtype
+        self.dtype, self.rotated = dtype, rotated
         self._view = _a.view("codes", codes).as_format(format, "codes")
 
     @property
@@ -50,6 +51,10 @@ class Quantized(_a.OfCodes):
                 found[f"{name}_{what}"] = _a.view(f"{name}_{what}", array, writable, stream)
         return found
 
+    @staticmethod
+    def rotate(rows, stream):
+        return hadamard(rows, stream=stream)
+
     def dequantize(self, dtype=None, *, threads=0, stream=None):
         """The numbers, a fresh array: "f32", "bf16", "f16" or "f64"; default what was quantized. ``threads`` and
         ``stream`` as of :func:`quantize`."""
@@ -59,7 +64,39 @@ class Quantized(_a.OfCodes):
         views = {"x": _a.view("x", x, True, stream), "codes": codes}
         views |= _a.given_views(stream, ("scale", "zero_point"), {"scale": self.scale, "zero_point": self.zero_point})
         _fulgur.dequantize(views, _a.integer("threads", threads, *_a.INT32), stream)
-        return _a.of_kind(self.codes, x)
+        x = _a.of_kind(self.codes, x)
+        return hadamard(x, inverse=True, threads=threads, stream=stream) if self.rotated else x
+
+
+def hadamard(x, *, inverse=False, dtype=None, threads=0, stream=None):
+    """The columns of rows, turned by a Hadamard matrix with fixed signs so that none is much larger than the others.
+
+    Products of two rows are as before: scores of q and k that are both turned are those of q and k, and their codes
+    are nearer to them where a few numbers are large.
+
+    Args:
+        x: ``(batch, seqlen, heads, dim)`` or ``(total, heads, dim)``: float32, bfloat16, float16 or, on the CPU,
+            float64. Each n columns are turned, n the largest power of two that divides dim and is at most 512.
+        inverse: True: x is a result, and is turned back.
+        dtype: of the result: "f32", or that of x, the default.
+        threads, stream: as of :func:`quantize`.
+
+    Returns:
+        A fresh array of the kind of x.
+
+    >>> import numpy as np, fulgur
+    >>> x = np.zeros((1, 1, 1, 64), np.float32)
+    >>> x[..., 5] = 8
+    >>> y = fulgur.hadamard(x)
+    >>> np.unique(abs(y)), fulgur.hadamard(y, inverse=True)[0, 0, 0, 4:7]
+    (array([1.], dtype=float32), array([0., 8., 0.], dtype=float32))
+    """
+    stream = _a.run_stream(x, {"stream": stream})
+    view = _a.view("x", x, stream=stream)
+    y = _a.empty(view.shape, dtype or view.dtype, x)
+    views = {"x": view, "y": _a.view("y", y, True, stream)}
+    _fulgur.hadamard(views, _a.flag("inverse", inverse), _a.integer("threads", threads, *_a.INT32), stream)
+    return _a.of_kind(x, y)
 
 
 def _scale_shape(x, scale, format):
@@ -81,7 +118,7 @@ def _scale_shape(x, scale, format):
     return (*x.shape[:-1], x.shape[-1] // columns)
 
 
-def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threads=0, stream=None):
+def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", rotate=False, threads=0, stream=None):
     """Numbers as codes of a low-bit format, by the largest of those that share a scale.
 
     Args:
@@ -93,6 +130,8 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threa
             of a head, a number of columns, a multiple of 16, of a row. Or an array of scales that are there.
         zero_point: True: codes of int8 and int4 begin at the smallest number. Or an array, with one for scale.
         scale_dtype: "f32" or "f16".
+        rotate: True: the codes are those of :func:`hadamard` of x, whose large numbers are spread over the columns. For
+            k, with which attention rotates a q of floats, or for k and q.
         threads: 0 is OMP_NUM_THREADS or all cores.
         stream: as of :func:`attention`, where x is on a GPU.
 
@@ -112,6 +151,10 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threa
     """
     stream = _a.run_stream(x, {"stream": stream})
     view = _a.view("x", x, stream=stream)
+    dtype_of_x = view.dtype
+    if _a.flag("rotate", rotate):
+        x = hadamard(x, dtype="f32", threads=threads, stream=stream)
+        view = _a.view("x", x, stream=stream)
     if not isinstance(format, str):
         raise TypeError(f"format: got {format!r}, want a name")
     block, size, dtype, scaled = _fulgur.format(format)
@@ -140,5 +183,5 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", threa
     _fulgur.quantize(views, fixed, _a.integer("threads", threads, *_a.INT32), stream)
     return Quantized(
         format, _a.of_kind(x, codes), *(None if array is None else _a.of_kind(x, array) for array in given.values()),
-        dtype=view.dtype,
+        dtype=dtype_of_x, rotated=rotate,
     )  # fmt: skip

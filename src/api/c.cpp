@@ -16,6 +16,7 @@
 #include "expression/graph.h"
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
+#include "fulgur/codes/hadamard.h"
 #include "fulgur/cuda.h"
 #include "fulgur/distributed/plan.h"
 #include "fulgur/error.h"
@@ -634,6 +635,15 @@ fulgur_status fulgur_dequantize(const fulgur_quantize_args* args, const fulgur_o
     const Quantization q(args);
     fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x}, convert(options),
                        {.stream = q.from.stream});
+  });
+}
+
+fulgur_status fulgur_hadamard(const DLTensor* x, const DLTensor* y, int inverse,
+                              const fulgur_options* options, const fulgur_run* run) {
+  return guarded([&] {
+    fulgur::hadamard(
+        {read_tensor<ConstTensor>(x, "x", true), read_tensor<Tensor>(y, "y", true), inverse != 0},
+        convert(options), convert(run));
   });
 }
 

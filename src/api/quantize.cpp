@@ -7,6 +7,7 @@
 #include "base/formats.h"
 #include "call/make_problem.h"
 #include "fulgur/append.h"
+#include "fulgur/codes/hadamard.h"
 #include "fulgur/error.h"
 #include "plan/engines.h"
 
@@ -15,12 +16,17 @@ namespace {
 
 constexpr const char* kDims = "(batch, seqlen, heads, dim) or (total, heads, dim)";
 
+/// Checks numbers.
+void check_numbers(const ConstTensor& x, bool written) {
+  if (x.rank != 3 && x.rank != 4) fail("x", "got {}, want {}", x.describe(), kDims);
+  check_tensor("x", x, kDims, x.rank, written);
+  if (!is_float(x.dtype)) fail("x", "got {}, want f32, bf16, f16 or f64", name_of(x.dtype));
+}
+
 /// Checks codes and their scales, which `written` ones may not share, and numbers of their shape.
 CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& codes,
                    const ConstTensor& scale, const ConstTensor& zero, bool scales_written) {
-  if (x.rank != 3 && x.rank != 4) fail("x", "got {}, want {}", x.describe(), kDims);
-  check_tensor("x", x, kDims, x.rank, x_written);
-  if (!is_float(x.dtype)) fail("x", "got {}, want f32, bf16, f16 or f64", name_of(x.dtype));
+  check_numbers(x, x_written);
   if (!is_low_bit(codes.dtype)) {
     fail("codes", "got {}, want a low-bit format", name_of(codes.dtype));
   }
@@ -81,6 +87,27 @@ void dequantize(const DequantizeArgs& args, const Options& options, const Run& r
   const Counts n(args.x);
   engine_on(args.x.device, "", "x")
       .dequantize({from, args.x, n.batch, n.rows, n.heads}, threads, run);
+}
+
+void hadamard(const HadamardArgs& args, const Options& options, const Run& run) {
+  const int threads = checked_threads(options);
+  const ConstTensor& x = args.x;
+  const Tensor& y = args.y;
+  check_numbers(x, false);
+  if (y.dtype != x.dtype && y.dtype != DType::kF32) {
+    fail("y", "got {}, want f32 or {} as x", name_of(y.dtype), name_of(x.dtype));
+  }
+  check_shape("y", y, "the shape of x", std::span(x.shape).first(static_cast<size_t>(x.rank)),
+              true);
+  check_device("y", y, x.device, "x");
+  check_data("x", x);
+  check_data("y", y);
+  check_no_overlap("y", y);
+  if (share_memory(y, x)) fail("y", "shares its memory with x; an output needs its own");
+  if (x.numel() == 0) return;
+  const Counts n(x);
+  engine_on(x.device, "", "x")
+      .hadamard({x, y, args.inverse, n.batch, n.rows, n.heads, x.shape[x.rank - 1]}, threads, run);
 }
 
 bool has_scales(DType format) { return is_low_bit(format) && format_of(format)->scaled; }

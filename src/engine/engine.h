@@ -8,6 +8,7 @@
 #include <variant>
 #include <vector>
 
+#include "base/hadamard.h"
 #include "base/quantize.h"
 #include "call/append_call.h"
 #include "call/lengths.h"
@@ -120,6 +121,8 @@ class Engine {
   /// Makes codes of numbers, or numbers of codes. Throws Error likewise.
   virtual void quantize(const QuantizeCall& call, int threads, const Run& run) const = 0;
   virtual void dequantize(const DequantizeCall& call, int threads, const Run& run) const = 0;
+  /// Turns the columns of rows. Throws Error likewise.
+  virtual void hadamard(const HadamardCall& call, int threads, const Run& run) const = 0;
   /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.
   virtual void check_plannable(const Problem&, const Run&) const {}
   /// Plans made under another number are out of date.

@@ -50,4 +50,8 @@ void HostEngine::dequantize(const DequantizeCall& call, int threads, const Run&)
   fulgur::dequantize(call, threads);
 }
 
+void HostEngine::hadamard(const HadamardCall& call, int threads, const Run&) const {
+  fulgur::hadamard(call, threads);
+}
+
 }  // namespace fulgur::host

@@ -208,6 +208,8 @@ std::vector<Problem> problems() {
     const DType codes = DType::kE4M3;
     all.push_back(forward_problem({.dtype = codes, .d = d, .dv = dv}));
     all.push_back(forward_problem({.dtype = codes, .d = d, .dv = dv, .mask = causal()}));
+    all.push_back(all.back());
+    all.back().dtypes.k = all.back().dtypes.v = DType::kE5M2;
     all.push_back(forward_problem(
         {.dtype = codes, .d = d, .dv = dv, .mask = causal(), .bias = DType::kBF16}));
     for (const bool lengths : {false, true}) {
@@ -864,7 +866,7 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
        {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32,
         CallKernel::kQuantizeF16, CallKernel::kQuantizeBF16, CallKernel::kQuantizeF32,
         CallKernel::kMerge, CallKernel::kUpload, CallKernel::kDivide, CallKernel::kMeasureBF16,
-        CallKernel::kNumbersF16, CallKernel::kFit}) {
+        CallKernel::kNumbersF16, CallKernel::kHadamardBF16, CallKernel::kFit}) {
     kernels.push_back(use_of(kernel));
   }
   for (const size_t i : sample_of(kernels.size() * kTargets.size(), kSample)) {

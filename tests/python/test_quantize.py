@@ -65,6 +65,49 @@ def test_float8_queries(rng):
     assert np.allclose(result, want, atol=1e-5)
 
 
+def with_outliers(rng, *shape):
+    return numbers(rng, *shape) + rng.normal(scale=10, size=shape).astype(np.float32) * (rng.random(shape) < 0.001)
+
+
+def reference(q, k, v):
+    """In double precision, of (batch, rows, heads, dim)."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = np.einsum("bihd,bjhd->bhij", q, k) / np.sqrt(q.shape[-1])
+    p = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("bhij,bjhd->bihd", p / p.sum(-1, keepdims=True), v)
+
+
+def test_rotated_codes_of_outliers(rng):
+    """FlashAttention-3's test of FP8: rotated q and k leave less than half of the error."""
+    q, k, v = with_outliers(rng, 1, 64, 2, 128), *(with_outliers(rng, 1, 2000, 2, 128) for _ in range(2))
+    want, errors = reference(q, k, v), {}
+    for rotate in (False, True):
+        codes = [fulgur.quantize(x, "e4m3", scale="head", rotate=rotate) for x in (q, k)]
+        out = fulgur.attention(*codes, fulgur.quantize(v, "e4m3", scale="head"), out=np.empty_like(q))
+        errors[rotate] = np.sqrt(np.mean((out - want) ** 2))
+        assert codes[0].rotated == rotate and np.abs(codes[0].dequantize() - q).max() < 0.1 * np.abs(q).max()
+    assert errors[True] < 0.6 * errors[False] and errors[True] < 1.6e-2
+    # q of floats is rotated by the call.
+    y = fulgur.quantize(k, "int8", rotate=True)
+    assert np.allclose(fulgur.attention(q, y, v), fulgur.attention(q, y.dequantize(), v), atol=1e-3)
+
+
+def test_rotation_is_of_q_and_k(rng):
+    x = numbers(rng, 1, 4, 2, 64)
+    plain, turned = (fulgur.quantize(x, "e4m3", rotate=rotate) for rotate in (False, True))
+    with pytest.raises(ValueError, match="^q: is not rotated, want fulgur.quantize"):
+        fulgur.attention(plain, turned, x)
+    with pytest.raises(ValueError, match="^k: is not rotated, want fulgur.quantize"):
+        fulgur.attention(turned, plain, x)
+    with pytest.raises(ValueError, match="^v: got rotated codes"):
+        fulgur.attention(turned, turned, turned)
+    with pytest.raises(ValueError, match="^k_cache: got rotated codes"):
+        fulgur.append(turned, plain, x, x, np.zeros(1, np.int32))
+    assert np.allclose(fulgur.hadamard(fulgur.hadamard(x), inverse=True), x, atol=1e-6)
+    with pytest.raises(ValueError, match="^y: got f16, want f32 or bf16 as x|^y: got f16, want f32$|^y: got f16"):
+        fulgur.hadamard(x, dtype="f16")
+
+
 def test_torch_tensors(rng):
     torch = pytest.importorskip("torch")
     q, k, v = (torch.from_numpy(numbers(rng, 1, 7, 2, 32)) for _ in range(3))

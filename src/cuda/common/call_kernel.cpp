@@ -31,6 +31,8 @@ KernelUse use_of(CallKernel kernel) {
       "constexpr bool kCodes = {};\n",
       elements[static_cast<int>(kernel) % 3], codes);
   if (kernel < CallKernel::kMeasureF16) return {{"common/append.cu", header}, "fulgur_append", 0};
+  if (kernel >= CallKernel::kHadamardF16 && kernel <= CallKernel::kHadamardF32)
+    return {{"codes/hadamard.cu", header}, "fulgur_hadamard", 0};
   const char* const entry = kernel == CallKernel::kFit          ? "fulgur_fit"
                             : kernel >= CallKernel::kNumbersF16 ? "fulgur_dequantize"
                                                                 : "fulgur_measure";

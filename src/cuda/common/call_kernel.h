@@ -11,6 +11,7 @@ namespace fulgur::cuda {
 /// Append has one for each dtype, and one that makes codes of it. kUpload writes numbers of its
 /// arguments to memory, of plans, too; kDivide what the parts of a plan over shared prefixes are
 /// told. Of quantize kMeasure and kFit make scales that rows share; kNumbers is its inverse.
+/// kHadamard turns columns.
 /// kAddRows adds sums of gradients of several processes and rounds them.
 enum class CallKernel : uint8_t {
   kAppendF16,
@@ -28,6 +29,9 @@ enum class CallKernel : uint8_t {
   kNumbersF16,
   kNumbersBF16,
   kNumbersF32,
+  kHadamardF16,
+  kHadamardBF16,
+  kHadamardF32,
   kFit,
   kAddRows
 };

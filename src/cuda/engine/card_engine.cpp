@@ -128,6 +128,7 @@ class CardEngine final : public Engine {
   void merge(const MergeCall&, int, const Run&) const override { not_here(card_); }
   void quantize(const QuantizeCall&, int, const Run&) const override { not_here(card_); }
   void dequantize(const DequantizeCall&, int, const Run&) const override { not_here(card_); }
+  void hadamard(const HadamardCall&, int, const Run&) const override { not_here(card_); }
 
  private:
   Card card_;

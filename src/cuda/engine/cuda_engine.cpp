@@ -89,6 +89,9 @@ class CudaEngine final : public Engine {
   void dequantize(const DequantizeCall& call, int, const Run& run) const override {
     cuda::dequantize(call, run);
   }
+  void hadamard(const HadamardCall& call, int, const Run& run) const override {
+    cuda::hadamard(call, run);
+  }
   void check_plannable(const Problem& p, const Run& run) const override {
     const CurrentContext current(attending_gpu(p.device.index).context());
     if (!is_capturing(static_cast<CUstream>(run.stream))) return;

@@ -7,6 +7,7 @@
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/launch.h"
 #include "cuda/engine/devices.h"
+#include "kernels/codes/hadamard_params.h"
 #include "kernels/codes/quantize_params.h"
 #include "kernels/host_device/heads.h"
 
@@ -15,20 +16,25 @@ namespace {
 
 constexpr int64_t kMeasuringCtas = 1024;
 
-int count_for_quantize(int64_t count, const char* of_what) {
-  return counted("x", count, of_what, "quantize");
+/// The tokens and heads that a kernel of `call` takes.
+struct Counts {
+  int batch, rows_each;
+};
+Counts counts_of(int64_t batch, int64_t rows, int64_t heads, const char* call) {
+  counted("x", batch * rows, "rows", call);
+  counted("x", batch * heads, "heads", call);
+  return {counted("x", batch, "sequences", call), counted("x", rows, "rows of a sequence", call)};
 }
 
 MeasureParams measure_params(const CodeTensor& codes, const ConstTensor& x, int64_t batch,
                              int64_t rows, int64_t heads) {
   refuse_f64("x", x, "quantize");
-  count_for_quantize(batch * rows, "rows");
-  count_for_quantize(batch * heads, "heads");
+  const Counts counts = counts_of(batch, rows, heads, "quantize");
   MeasureParams p{};
   p.rows = rows_between(x.data, rows_layout(x), codes.codes, codes.at, heads, codes.columns, 0);
   p.rows.codes = codes_of(codes.format.dtype, codes.scaling);
-  p.batch = count_for_quantize(batch, "sequences");
-  p.rows_each = count_for_quantize(rows, "rows of a sequence");
+  p.batch = counts.batch;
+  p.rows_each = counts.rows_each;
   return p;
 }
 
@@ -84,6 +90,21 @@ void dequantize(const DequantizeCall& c, const Run& run) {
   Gpu& gpu = usable_gpu(c.x.device.index);
   launch(of_dtype(CallKernel::kNumbersF16, c.x.dtype), gpu, static_cast<CUstream>(run.stream), &p,
          int64_t{p.batch} * p.rows_each, p.rows.heads, kCodeLanesLog2);
+}
+
+void hadamard(const HadamardCall& c, const Run& run) {
+  refuse_f64("x", c.x, "hadamard");
+  const Counts counts = counts_of(c.batch, c.rows, c.heads, "hadamard");
+  HadamardParams p{};
+  p.rows =
+      rows_between(c.x.data, rows_layout(c.x), c.y.data, rows_layout(c.y), c.heads, c.columns, 0);
+  p.batch = counts.batch;
+  p.rows_each = counts.rows_each;
+  p.inverse = c.inverse;
+  p.to_f32 = c.y.dtype == DType::kF32;
+  Gpu& gpu = usable_gpu(c.x.device.index);
+  launch(of_dtype(CallKernel::kHadamardF16, c.x.dtype), gpu, static_cast<CUstream>(run.stream), &p,
+         c.batch * c.rows, p.rows.heads, kCodeLanesLog2);
 }
 
 }  // namespace fulgur::cuda

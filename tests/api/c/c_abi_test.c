@@ -242,6 +242,8 @@ fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_
 fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
 fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*, const fulgur_run*);
 fulgur_status fulgur_quantize(const fulgur_quantize_args*, const fulgur_options*);
+fulgur_status fulgur_hadamard(const DLTensor*, const DLTensor*, int, const fulgur_options*,
+                              const fulgur_run*);
 fulgur_status fulgur_dequantize(const fulgur_quantize_args*, const fulgur_options*);
 fulgur_status fulgur_rows_of(int, int64_t, int, int, const fulgur_options*, int64_t*, size_t,
                              size_t*);

@@ -1,0 +1,18 @@
+#pragma once
+
+#include "base/check.h"
+
+namespace fulgur {
+
+/// Checked.
+struct HadamardCall {
+  ConstTensor x;
+  Tensor y;
+  bool inverse;
+  int64_t batch, rows, heads, columns;
+};
+
+/// Of tensors in the host's memory.
+void hadamard(const HadamardCall& call, int threads);
+
+}  // namespace fulgur

@@ -1,0 +1,10 @@
+// Arguments of hadamard.cu, the same for the host and the device.
+#pragma once
+#include "common/append_params.h"
+
+struct HadamardParams {
+  AppendRows rows;  // x and y
+  int batch, rows_each;
+  int inverse;
+  int to_f32;  // y is, and x need not be
+};
