@@ -130,7 +130,7 @@ View planned(const char* name, const std::vector<int64_t>& shape, const std::str
     fail(fmt::format("{}: got {} dimensions, want 1 to {}", name, shape.size(), max_rank));
   }
   for (const DType type : {DType::kF32, DType::kBF16, DType::kF16, DType::kF64, DType::kI32,
-                           DType::kI64, DType::kBool}) {
+                           DType::kI64, DType::kBool, DType::kE4M3, DType::kE5M2, DType::kInt8}) {
     if (dtype != name_of(type)) continue;
     View view;
     view.tensor = Tensor::contiguous(nullptr, type, shape, device_named(device));

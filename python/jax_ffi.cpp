@@ -37,13 +37,19 @@ DType dtype_of(const char* name, DataType dtype) {
       return DType::kI32;
     case DataType::kPred:
       return DType::kBool;
+    case DataType::kF8E4M3FN:
+      return DType::kE4M3;
+    case DataType::kF8E5M2:
+      return DType::kE5M2;
+    case DataType::kS8:
+      return DType::kInt8;
     case DataType::kU32:
       break;
   }
-  fail(
-      fmt::format("{}: got another dtype, want float32, bfloat16, float16, float64, int32 for "
-                  "lengths, or bool for a bias",
-                  name));
+  fail(fmt::format(
+      "{}: got another dtype, want float32, bfloat16, float16, float64, a float8 or int8, "
+      "int32 for lengths, or bool for a bias",
+      name));
 }
 
 /// Takes the numbers of an attribute, which Python makes as an array of T, in their order.
@@ -258,16 +264,19 @@ struct Pass {
     Mapped mapped(first, packed ? 3 : 4);
     // What dropout keeps depends on the place in the batch, which has to stay what it is, as in
     // expressions; a batch
-    // has one sink for each head and one bias; and tables name places of the cache with them.
+    // has one sink for each head and one bias; tables name places of the cache with them; and a
+    // descale may be one for all.
     mapped.folded = mapped.dims > 0 && !packed && !shared.has(Arg::kRngState) &&
                     !shared.has(Arg::kSinks) && !shared.has(Arg::kBias) && shared.mods.empty() &&
-                    !shared.has(Arg::kPageTable) && !shared.has(Arg::kCacheBatchIdx);
+                    !shared.has(Arg::kPageTable) && !shared.has(Arg::kCacheBatchIdx) &&
+                    !shared.has(Arg::kQDescale) && !shared.has(Arg::kKDescale) &&
+                    !shared.has(Arg::kVDescale);
     return mapped;
   }
   template <class View>
   static Args read(const Shared& shared, View operand, View result) {
     Args args;
-    python::read(args, shared, inputs, operand);
+    python::read(args, shared, inputs_and_descales, operand);
     python::read(args, shared, outputs, result);
     return args;
   }

@@ -41,12 +41,15 @@ struct MetadataExtension {
 
 enum class DataType : int32_t {
   kPred = 1,
+  kS8 = 2,
   kS32 = 4,
   kU32 = 8,
   kF16 = 10,
   kF32 = 11,
   kF64 = 12,
-  kBF16 = 16
+  kBF16 = 16,
+  kF8E5M2 = 19,
+  kF8E4M3FN = 20
 };
 
 struct Buffer {

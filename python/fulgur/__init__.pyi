@@ -24,6 +24,7 @@ __all__ = [
     "explain",
     "expression",
     "floor",
+    "hadamard",
     "install_as",
     "log",
     "maximum",
@@ -122,6 +123,7 @@ class Quantized:
     scale: Any
     zero_point: Any
     dtype: str
+    rotated: bool
     shape: tuple[int, ...]
     def __init__(
         self,
@@ -131,6 +133,7 @@ class Quantized:
         zero_point: _DLPack | None = None,
         *,
         dtype: str = "f32",
+        rotated: bool = False,
     ) -> None: ...
     def dequantize(
         self,
@@ -529,7 +532,7 @@ def attention(
             default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
             for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
             int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
-            q, k and v may all be float8_e4m3fn, with descales of the first two kinds, or k and v
+            k and v may be float8 with a q of float8_e4m3fn and descales of the first two kinds, or
             float8, int8 or int4 with a q of bf16 or f16.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.
@@ -1618,9 +1621,18 @@ def quantize(
     scale: Literal["tensor", "head", "token"] | int | _DLPack | None = None,
     zero_point: bool | _DLPack | None = None,
     scale_dtype: Literal["f32", "f16"] = "f32",
+    rotate: bool = False,
     threads: int = 0,
     stream: int | _CudaStream | None = None,
 ) -> Quantized: ...
+def hadamard(
+    x: _Array,
+    *,
+    inverse: bool = False,
+    dtype: _DType | None = None,
+    threads: int = 0,
+    stream: int | _CudaStream | None = None,
+) -> _Array: ...
 def engines() -> list[Engine]: ...
 def install_as(
     name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],

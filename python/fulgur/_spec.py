@@ -187,8 +187,8 @@ _DESCALES = _rows(
         "float32 or float16: what codes of q, k and v are multiplied by, default 1. ``(1,)``, "
         "``(batch, hk)``, each of which may be 1, or the shape of q, k or v but for the last dimension: "
         "a number of groups of columns. On the CPU k and v may be float8, int8, or a :class:`Quantized`, "
-        "which brings its own, or other floats than q; on Hopper GPUs q, k and v may all be float8_e4m3fn, "
-        "with descales of the first two kinds, or k and v float8, int8 or int4 with a q of bf16 or f16.",
+        "which brings its own, or other floats than q; on Hopper GPUs k and v may be float8 with a q of "
+        "float8_e4m3fn and descales of the first two kinds, or float8, int8 or int4 with a q of bf16 or f16.",
     ),
     (
         "k_zero_point v_zero_point", "tensor", None,
@@ -426,9 +426,8 @@ def _of_run(*groups):
 # Arguments that fulgur.torch and fulgur.jax lack: random numbers, threads, devices and streams are those of PyTorch
 # and of XLA.
 _OF_EXPRESSIONS = " score_mod mask_mod tensors"
-_OF_CODES = " q_descale k_descale v_descale k_zero_point v_zero_point"
 _TORCHS = "seed offset rng_state threads engine algorithm out stream"
-_JAXS = "rng_state threads engine algorithm out stream" + _OF_CODES
+_JAXS = "rng_state threads engine algorithm out stream"
 _OF_TORCH = {
     "alibi_slopes": "; gets no gradient.",
     "dropout_p": "0 <= p < 1; the random numbers come from PyTorch's generator of q's device.",

@@ -44,6 +44,11 @@ def attention(
     tree_mask: ArrayLike | None = None,
     prefix_groups: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
+    q_descale: ArrayLike | None = None,
+    k_descale: ArrayLike | None = None,
+    v_descale: ArrayLike | None = None,
+    k_zero_point: ArrayLike | None = None,
+    v_zero_point: ArrayLike | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -53,7 +58,8 @@ def attention(
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v, sinks,
-    bias and the tensors of score_mod; caches and tree masks have none. Under vmap the mapped dimension
+    bias and the tensors of score_mod; caches, tree masks and codes (float8 and int8, with descales) have
+    none. Under vmap the mapped dimension
     becomes a part of the batch; packed sequences and calls with dropout, sinks, a bias, expressions or
     tables of a cache are computed one after the other.
 
@@ -115,6 +121,14 @@ def attention(
             sequences ``prefix_groups[g]`` to ``prefix_groups[g + 1] - 1`` have the same first
             ``prefix_lens[g]`` keys and values, all of them in front of the queries' own, which are read
             once, through the pages of the first sequence, where that pays. Both or none.
+        q_descale, k_descale, v_descale: float32 or float16: what codes of q, k and v are multiplied by,
+            default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
+            for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
+            int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
+            k and v may be float8 with a q of float8_e4m3fn and descales of the first two kinds, or
+            float8, int8 or int4 with a q of bf16 or f16.
+        k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
+            of the descale; default 0.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
         fast_codes: P V of float8_e4m3fn arrays in e4m3, too, on Hopper GPUs: faster, and off by what
@@ -167,6 +181,11 @@ def attention(
     tree_mask: ArrayLike | None = None,
     prefix_groups: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
+    q_descale: ArrayLike | None = None,
+    k_descale: ArrayLike | None = None,
+    v_descale: ArrayLike | None = None,
+    k_zero_point: ArrayLike | None = None,
+    v_zero_point: ArrayLike | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -207,6 +226,11 @@ def attention(
     tree_mask: ArrayLike | None = None,
     prefix_groups: ArrayLike | None = None,
     prefix_lens: ArrayLike | None = None,
+    q_descale: ArrayLike | None = None,
+    k_descale: ArrayLike | None = None,
+    v_descale: ArrayLike | None = None,
+    k_zero_point: ArrayLike | None = None,
+    v_zero_point: ArrayLike | None = None,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,

@@ -18,6 +18,9 @@ _DTYPES = {
     "float16": "f16",
     "float64": "f64",
     "bool": "bool",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "int8": "int8",
     "int32": "i32",
     "int64": "i64",  # of wrong inputs, for the library to refuse
 }
@@ -44,6 +47,12 @@ def _arrays(given):
     return {name: None if x is None else jnp.asarray(x) for name, x in given.items()}
 
 
+def _want_no_codes(tensors):
+    for name in ("k_cache", "v_cache"):
+        if _handlers.has_codes(tensors[name]):
+            raise NotImplementedError(f"{name}: got {tensors[name].dtype}, and fulgur.jax appends no codes")
+
+
 def _planned(name, x):
     if name == "tree_mask":
         return _fulgur.planned(name, x.shape[:-1], "i64")
@@ -53,8 +62,8 @@ def _planned(name, x):
         )
     if x.dtype.name not in _DTYPES:
         raise ValueError(
-            f"{name}: got {x.dtype.name}, want float32, bfloat16, float16, float64, int32 for lengths, "
-            "or bool for a bias"
+            f"{name}: got {x.dtype.name}, want float32, bfloat16, float16, float64, a float8 or int8, int32 for "
+            "lengths, or bool for a bias"
         )
     return _fulgur.planned(name, x.shape, _DTYPES[x.dtype.name])
 
@@ -142,7 +151,8 @@ def attention(q, k, v, **given):
     """Exact attention: softmax(scale q k^T) v, and the log-sum-exp of each row when asked.
 
     Means the same as :func:`fulgur.attention`, on arrays of JAX, and has gradients to q, k, v, sinks,
-    bias and the tensors of score_mod; caches and tree masks have none. Under vmap the mapped dimension
+    bias and the tensors of score_mod; caches, tree masks and codes (float8 and int8, with descales) have
+    none. Under vmap the mapped dimension
     becomes a part of the batch; packed sequences and calls with dropout, sinks, a bias, expressions or
     tables of a cache are computed one after the other.
 
@@ -169,7 +179,7 @@ def attention(q, k, v, **given):
     views, planned = _to_check(tensors, "v", options)
     _fulgur.plan_forward(views | indexed, planned | mods)
     for name in ("k", "v"):
-        if tensors[name].dtype != q.dtype:
+        if tensors[name].dtype != q.dtype and not _handlers.has_codes(tensors[name], q):
             raise ValueError(f"{name}: got {tensors[name].dtype}, want {q.dtype} (the dtype of q)")
     if "alibi_slopes" in tensors and q.ndim == 4:
         tensors["alibi_slopes"] = jnp.broadcast_to(tensors["alibi_slopes"], (q.shape[0], q.shape[2]))
@@ -209,6 +219,7 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
     check("jax.append", given)
     rows = dict(k_cache=k_cache, v_cache=v_cache, k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens)
     tensors = _arrays(rows | _optional("append", given))
+    _want_no_codes(tensors)
     options, interleaved = _options(given) | {"scale": 1.0}, _a.interleaved(given)
     views = _views(tensors)
     _fulgur.check_append(views | {"q_out": views.get("q")}, options, interleaved)
@@ -244,6 +255,7 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
     if "tree_mask" in tensors:
         tensors["tree_mask"] = _halves_of_words(tensors["tree_mask"])
     tensors = _arrays(tensors)
+    _want_no_codes(tensors)
     options, interleaved = _options(given), _a.interleaved(given)
     return_lse = _a.return_lse(given)
     _fulgur.check_append_forward(*_to_check(tensors, "v_cache", options), interleaved)

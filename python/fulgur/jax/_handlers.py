@@ -133,9 +133,14 @@ def _placed_as(x, like):
     return x if all(axes is None for axes in sharding.spec) else jax.sharding.reshard(x, sharding)
 
 
+def has_codes(*arrays):
+    return any(x.dtype.name in ("float8_e4m3fn", "float8_e5m2", "int8") for x in arrays)
+
+
 def _results(q, v, with_lse):
     """The types of out and lse by name."""
-    results = {"out": _result((*q.shape[:-1], v.shape[-1]), q.dtype, q)}
+    dtype = jnp.bfloat16 if has_codes(q) else q.dtype
+    results = {"out": _result((*q.shape[:-1], v.shape[-1]), dtype, q)}
     if with_lse:
         lse = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
         results["lse"] = _result((*q.shape[:-3], q.shape[-2], q.shape[-3]), lse, q)
@@ -187,9 +192,16 @@ def _attention_fwd(options, with_lse, tensors):
             "alibi_slopes: a gradient is wanted, and there is none; want "
             "jax.lax.stop_gradient(alibi_slopes)"
         )
+    for name in ("q", "k", "v"):
+        if has_codes(tensors[name].value):
+            raise ValueError(
+                f"{name}: got {tensors[name].value.dtype} where a gradient is wanted, and codes have none; want "
+                "jax.lax.stop_gradient of q, k, v and sinks"
+            )
     for name in WITHOUT_GRADIENT:
         if name in tensors:
-            things = "tree masks" if name == "tree_mask" else "caches"
+            codes = name.endswith(("_descale", "_zero_point"))
+            things = "tree masks" if name == "tree_mask" else "codes" if codes else "caches"
             raise ValueError(
                 f"{name}: given where a gradient is wanted, and {things} have none; want "
                 "jax.lax.stop_gradient of q, k, v and sinks"

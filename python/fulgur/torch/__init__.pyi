@@ -124,7 +124,7 @@ def attention(
             default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
             for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
             int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
-            q, k and v may all be float8_e4m3fn, with descales of the first two kinds, or k and v
+            k and v may be float8 with a q of float8_e4m3fn and descales of the first two kinds, or
             float8, int8 or int4 with a q of bf16 or f16.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.

@@ -12,7 +12,7 @@ from jax.test_util import check_grads
 from jax_inputs import arrays, gradients_of, qkv, run_python
 
 import fulgur
-from fulgur.jax import attention, dot_product_attention
+from fulgur.jax import append, attention, dot_product_attention
 
 SLOPES = np.array([0.5, 0.25, 1.0, 0.1], np.float32)
 PACKED = dict(
@@ -547,3 +547,49 @@ def test_max_workspace():
 def test_old_jax():
     done = run_python("import jax; jax.__version_info__, jax.__version__ = (0, 6, 2), '0.6.2'; import fulgur.jax")
     assert done.returncode == 1 and "fulgur.jax: got JAX 0.6.2, want 0.7 or newer" in done.stderr
+
+
+def coded(x, dtype, heads):
+    """Codes with a scale for each sequence and kv head of (batch, rows, heads, dim), those scales, and the numbers."""
+    b, rows, h, d = x.shape
+    by_head = np.asarray(x, np.float64).reshape(b, rows, heads, h // heads, d)
+    scale = np.abs(by_head).max((1, 3, 4)).astype(np.float32) / (448 if dtype != "int8" else 127)
+    spread = scale[:, None, :, None, None]
+    codes = by_head / spread
+    codes = (np.rint(codes) if dtype == "int8" else codes).astype(jnp.dtype(dtype))
+    return codes.reshape(x.shape), scale, (codes.astype(np.float64) * spread).reshape(x.shape)
+
+
+@pytest.mark.parametrize(
+    "of_q, of_k, of_v", [("float8_e4m3fn", "float8_e4m3fn", "float8_e5m2"), (None, "int8", "int8")]
+)
+def test_codes(of_q, of_k, of_v):
+    """float8 and int8 with descales, eager, compiled and under vmap, against float64 on their numbers."""
+    plain = [np.asarray(x) for x in qkv(T=11, S=15, Hv=24)]
+    heads = plain[1].shape[2]
+    codes, given, numbers = [], {}, []
+    for name, x, dtype in zip("qkv", plain, (of_q, of_k, of_v)):
+        if dtype is None:
+            codes.append(x), numbers.append(x)
+            continue
+        one, given[f"{name}_descale"], number = coded(x, dtype, heads)
+        codes.append(jnp.asarray(one)), numbers.append(number)
+    exact, _ = reference.attention(*numbers, precision=np.float64, causal=True)
+    call = partial(attention, causal=True)
+    out = call(*codes, **given)
+    assert out.dtype == (jnp.bfloat16 if of_q else jnp.float32)
+    tolerance = dict(rtol=1e-2, atol=4e-3) if of_q else dict(rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(np.asarray(out, np.float64), exact, **tolerance)
+    assert np.array_equal(jax.jit(call)(*codes, **given), out)
+    mapped = jax.vmap(lambda rows, scales: call(*rows, **scales))
+    twice = jax.tree.map(lambda x: jnp.stack([x, x]), (codes, given))
+    assert np.array_equal(mapped(*twice), jnp.stack([out, out]))
+
+
+def test_codes_have_no_gradient():
+    q, k, v = qkv(T=11, S=15, Hv=24)
+    codes = k.astype(jnp.float8_e4m3fn)
+    with pytest.raises(ValueError, match="^k: got float8_e4m3fn where a gradient is wanted, and codes have none"):
+        jax.grad(lambda q: attention(q, codes, v).sum())(q)
+    with pytest.raises(NotImplementedError, match="^k_cache: got float8_e4m3fn, and fulgur.jax appends no codes"):
+        append(codes, v, k, v, jnp.zeros(2, jnp.int32))
