@@ -106,15 +106,6 @@ void check_supported(const Args& args, const Options& options) {
        {std::pair{"q", &args.q}, std::pair{"k", &args.k}, std::pair{"v", &args.v}}) {
     if (!is_float(t->dtype)) fail(name, "got {}, want f32, bf16, f16 or f64", name_of(t->dtype));
   }
-  if (on_host(args.q)) return;
-  const auto refuse_there = [&](const char* name, bool given) {
-    if (!given) return;
-    throw Error(Status::kUnsupported,
-                fmt::format("{}: given with a group and tensors on {}, which takes none", name,
-                            fulgur::name_of(args.q.device)));
-  };
-  refuse_there("score_mod", options.score_mod.given());
-  refuse_there("mask_mod", options.mask_mod.given());
 }
 
 /// A shape, and the dtype.

@@ -409,7 +409,8 @@ class Printer {
 
 }  // namespace
 
-DeviceExpressions::DeviceExpressions(const Problem& p) : expressions_(p.expressions) {
+DeviceExpressions::DeviceExpressions(const Problem& p)
+    : expressions_(p.expressions), origin_(p.origin) {
   if (!expressions_.given()) return;
   const CallGraph call = expressions_.graph(p.pass == Pass::kBackward);
   Words words;
@@ -446,6 +447,10 @@ kernels::ExpressionArguments DeviceExpressions::arguments(
     }
     ++to;
   }
+  arguments.batch = static_cast<int>(origin_.batch);
+  arguments.head = static_cast<int>(origin_.head);
+  arguments.queries = static_cast<int>(origin_.queries);
+  arguments.keys = static_cast<int>(origin_.keys);
   return arguments;
 }
 

@@ -39,6 +39,7 @@ class DeviceExpressions {
 
  private:
   expression::Expressions expressions_;
+  Origin origin_;
   bool has_slope_ = false;
   std::string text_;
   MaskHullsText mask_hulls_;

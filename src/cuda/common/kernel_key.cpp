@@ -202,7 +202,6 @@ kernels::Band band_of(const KernelKey& key, const Problem& p) {
 
 std::string origin_rejected(const Problem& p) {
   const Origin& o = p.origin;
-  if (o != Origin{} && p.expressions.given()) return "computes no expressions of a part of a call";
   if (std::max(o.queries, o.keys) < kMaxRows && (o.batch + p.batch) * o.heads < kMaxRows) return {};
   return fmt::format(
       "computes parts of less than {} rows and heads of all sequences, got {} and {}", kMaxRows,

@@ -37,6 +37,7 @@ KernelRequest request(const AnyForwardKey& of, const MapTiles& tiles) {
   key.has_right = of.has_right;
   key.has_chunk = of.has_chunk;
   key.top_left = of.top_left;
+  key.part = of.part;
   key.tree = of.tree;
   key.mask_mod = of.mask_mod;
   key.packed = of.packed;

@@ -21,11 +21,6 @@ __device__ __forceinline__ KeyRange keys_of_tile(const Lengths& n, int tile) {
   return {kBlockKeys * tile, min(kBlockKeys * (tile + 1), n.sk)};
 }
 
-__device__ __forceinline__ ExpressionPlace place_of(const TileMapParams& p, const Lengths& n, int batch, int head,
-                                                    int query, int key) {
-  return {p.expression, batch, head, head / p.group, query, key, n.sq, n.sk, kPacked ? n.q_start : 0};
-}
-
 // The hulls of a block's panels by a warp. values(i, ...) has those of its i-th row or key.
 template <int panels, class Values>
 __device__ __forceinline__ void store_hulls(PanelHull* to, int count, const Values& values) {
@@ -71,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_panel_hulls(const __gri
     const Lengths n = lengths_of(p, batch);
     const RowRange rows = rows_of_block(n, warp % of.row_blocks);
     store_hulls<kRowPanels>(p.row_hulls + (long long)(warp) * kRowPanels, rows.end - rows.begin, [&](int i, int* x) {
-      expression_rows(place_of(p, n, batch, head, rows.begin + i, 0), x);
+      expression_rows(expression_place(p, n, batch, head, rows.begin + i, 0), x);
     });
   } else if (warp - row_warps < of.batches * of.key_tiles) {
     const int at = warp - row_warps;
@@ -79,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_panel_hulls(const __gri
     const Lengths n = lengths_of(p, batch);
     const KeyRange keys = keys_of_tile(n, at % of.key_tiles);
     store_hulls<kKeyPanels>(p.key_hulls + (long long)(at) * kKeyPanels, keys.end - keys.begin, [&](int i, int* x) {
-      expression_keys(place_of(p, n, batch, 0, 0, keys.begin + i), x);
+      expression_keys(expression_place(p, n, batch, 0, 0, keys.begin + i), x);
     });
   }
 }
@@ -96,7 +91,7 @@ __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map,
   if (row_block >= of.row_blocks || key_tile >= of.key_tiles || rows.begin >= rows.end) return {false, false};
   const KeyTiles seen = key_tiles(band_of(p), n, kBlockKeys, rows.begin, rows.end - 1);
   if (key_tile < seen.begin || key_tile >= seen.end) return {false, false};
-  const Hull mask = expression_hull(place_of(p, n, batch, head, 0, 0),
+  const Hull mask = expression_hull(expression_place(p, n, batch, head, 0, 0),
                                     p.row_hulls + ((long long)(map) * of.row_blocks + row_block) * kRowPanels,
                                     p.key_hulls + ((long long)(batch) * of.key_tiles + key_tile) * kKeyPanels);
   const int key = kBlockKeys * key_tile;

@@ -4,6 +4,7 @@
 #pragma once
 #include "kernel_config.h"
 #include "device/elements.cuh"
+#include "device/lengths.cuh"
 #include "device/math.cuh"
 #include "host_device/attention_params.h"
 #include "host_device/score.h"
@@ -108,3 +109,17 @@ struct ExpressionPlace {
   static __device__ __forceinline__ float erf(float x) { return erff(x); }
   static __device__ __forceinline__ float pow(float x, float y) { return powf(x, y); }
 };
+
+// The place of a query and a key in the whole call, of which this one may be a part.
+template <class Params>
+__device__ __forceinline__ ExpressionPlace expression_place(const Params& p, const Lengths& n, int batch, int head,
+                                                            int query, int key) {
+  if constexpr (kPart != 0) {
+    const auto& whole = p.expression;
+    const int h = whole.head + head;
+    return {whole, whole.batch + batch, h, h / p.group, p.part.query + query, p.part.key + key, whole.queries,
+            whole.keys, 0};
+  } else {
+    return {p.expression, batch, head, head / p.group, query, key, n.sq, n.sk, kPacked ? n.q_start : 0};
+  }
+}

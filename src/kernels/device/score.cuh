@@ -104,12 +104,11 @@ __device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext
   else return to_f32<Element(kBias ? kBias - 1 : kF32)>(bias);
 }
 
-// The place of an entry, for expressions. After the last row and key, where products have entries, it is theirs.
+// The place of an entry. After the last row and key, where products have entries, it is theirs.
 template <class Params, class Context>
 __device__ __forceinline__ ExpressionPlace expression_place(const Params& p, const Context& at) {
   const auto& of = at.head;
-  return {p.expression, of.batch, of.head, of.head / p.group, min(at.query, of.n.sq - 1), min(at.key, of.n.sk - 1),
-          of.n.sq, of.n.sk, kPacked ? of.n.q_start : 0};
+  return expression_place(p, of.n, of.batch, of.head, min(at.query, of.n.sq - 1), min(at.key, of.n.sk - 1));
 }
 
 template <class Params>

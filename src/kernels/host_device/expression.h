@@ -42,6 +42,7 @@ struct ExpressionArguments {
   bool finds_largest;              // addends are only looked at
   SeenWords map;                   // kMapsTiles
   SeenWords map_of_rows;           // the same by blocks of rows, of a map by tiles of keys where kernels want both
+  int batch, head, queries, keys;  // kPart: the first sequence and head of the whole call, and the lengths there
 #endif
 };
 
