@@ -408,127 +408,82 @@ std::vector<Problem> problems() {
                                        {201, 201, 0, 0},
                                        {201, 201, 130, 130},
                                        {331, 331, 300, 300}};
-  return {
-      {{.dtype = DType::kF32,
-        .batch = 2,
-        .sq = 600,
-        .sk = 600,
-        .hq = 4,
-        .hk = 2,
-        .d = 32,
-        .dv = 48,
-        .mask = causal(),
-        .dlse = true},
-       {Sharding::kZigzag}},
-      {{.dtype = DType::kBF16,
-        .sq = 530,
-        .sk = 530,
-        .hq = 4,
-        .hk = 4,
-        .d = 64,
-        .dv = 64,
-        .mask = window(100, 30),
-        .alibi = Alibi::kBatchHeads,
-        .dropout = 0.2},
-       {Sharding::kContiguous}},
-      {{.dtype = DType::kF16,
-        .batch = 5,
-        .sq = 300,
-        .sk = 300,
-        .hq = 4,
-        .hk = 2,
-        .d = 32,
-        .dv = 32,
-        .mask = causal(),
-        .layout = Layout::kPacked,
-        .softcap = 8,
-        .dropout = 0.1,
-        .dlse = true,
-        .sinks = true},
-       {Sharding::kByArea},
-       documents},
-      {{.dtype = DType::kF32,
-        .batch = 2,
-        .sq = 200,
-        .sk = 330,
-        .hq = 2,
-        .hk = 1,
-        .d = 40,
-        .dv = 40,
-        .sinks = true},
-       {Sharding::kContiguous}},
-      {{.dtype = DType::kBF16,
-        .sq = 400,
-        .sk = 500,
-        .hq = 4,
-        .hk = 1,
-        .d = 64,
-        .dv = 32,
-        .mask = chunked(150, causal()),
-        .alibi = Alibi::kHeads,
-        .dropout = 0.3},
-       {Sharding::kZigzag}},
-      {{.dtype = DType::kF64,
-        .sq = 150,
-        .sk = 150,
-        .hq = 2,
-        .hk = 2,
-        .d = 16,
-        .dv = 16,
-        .mask = top_left(causal())},
-       {Sharding::kZigzag}},
-      {{.dtype = DType::kF32,
-        .batch = 3,
-        .sq = 300,
-        .sk = 330,
-        .hq = 4,
-        .hk = 2,
-        .d = 16,
-        .dv = 32,
-        .mask = causal(),
-        .dropout = 0.1,
-        .seqused_q = true,
-        .seqused = true,
-        .dlse = true,
-        .sinks = true,
-        .bias = Bias::kAll},
-       {Sharding::kZigzag}},
-      {{.dtype = DType::kBF16,
-        .batch = 2,
-        .sq = 330,
-        .sk = 330,
-        .hq = 2,
-        .hk = 2,
-        .d = 32,
-        .dv = 32,
-        .mask = window(150, 20),
-        .alibi = Alibi::kBatchHeads,
-        .seqused = true,
-        .bias = Bias::kKeys},
-       {Sharding::kContiguous}},
-      {{.dtype = DType::kF16,
-        .sq = 260,
-        .sk = 260,
-        .hq = 4,
-        .hk = 4,
-        .d = 32,
-        .dv = 32,
-        .mask = causal(),
-        .bias = Bias::kHeads},
-       {Sharding::kZigzag}},
-      {{.dtype = DType::kF32,
-        .batch = 2,
-        .sq = 300,
-        .sk = 300,
-        .hq = 4,
-        .hk = 2,
-        .d = 32,
-        .dv = 32,
-        .mask = causal()},
-       {Sharding::kZigzag},
-       {},
-       add_expressions},
+  const Case base{.dtype = DType::kF32,
+                  .batch = 2,
+                  .sq = 300,
+                  .sk = 300,
+                  .hq = 4,
+                  .hk = 2,
+                  .d = 32,
+                  .dv = 32,
+                  .mask = causal()};
+  std::vector<Problem> all;
+  const auto add = [&](Sharding sharding, DType dtype, int64_t batch, int64_t sq, int64_t sk,
+                       const std::function<void(Case&)>& change) {
+    Problem& problem = all.emplace_back(Problem{base, {sharding}});
+    problem.c.dtype = dtype;
+    problem.c.batch = batch;
+    problem.c.sq = sq;
+    problem.c.sk = sk;
+    change(problem.c);
   };
+  add(Sharding::kZigzag, DType::kF32, 2, 600, 600, [](Case& c) {
+    c.dv = 48;
+    c.dlse = true;
+  });
+  add(Sharding::kContiguous, DType::kBF16, 1, 530, 530, [](Case& c) {
+    c.hk = 4;
+    c.d = c.dv = 64;
+    c.mask = window(100, 30);
+    c.alibi = Alibi::kBatchHeads;
+    c.dropout = 0.2;
+  });
+  add(Sharding::kByArea, DType::kF16, 5, 300, 300, [](Case& c) {
+    c.layout = Layout::kPacked;
+    c.softcap = 8;
+    c.dropout = 0.1;
+    c.dlse = c.sinks = true;
+  });
+  all.back().lengths = documents;
+  add(Sharding::kContiguous, DType::kF32, 2, 200, 330, [](Case& c) {
+    c.hq = 2;
+    c.hk = 1;
+    c.d = c.dv = 40;
+    c.mask = full();
+    c.sinks = true;
+  });
+  add(Sharding::kZigzag, DType::kBF16, 1, 400, 500, [](Case& c) {
+    c.hk = 1;
+    c.d = 64;
+    c.mask = chunked(150, causal());
+    c.alibi = Alibi::kHeads;
+    c.dropout = 0.3;
+  });
+  add(Sharding::kZigzag, DType::kF64, 1, 150, 150, [](Case& c) {
+    c.hq = c.hk = 2;
+    c.d = c.dv = 16;
+    c.mask = top_left(causal());
+  });
+  add(Sharding::kZigzag, DType::kF32, 3, 300, 330, [](Case& c) {
+    c.d = 16;
+    c.dropout = 0.1;
+    c.seqused_q = c.seqused = c.dlse = c.sinks = true;
+    c.bias = Bias::kAll;
+  });
+  add(Sharding::kContiguous, DType::kBF16, 2, 330, 330, [](Case& c) {
+    c.hq = c.hk = 2;
+    c.mask = window(150, 20);
+    c.alibi = Alibi::kBatchHeads;
+    c.seqused = true;
+    c.bias = Bias::kKeys;
+  });
+  add(Sharding::kZigzag, DType::kF16, 1, 260, 260, [](Case& c) {
+    c.hk = 4;
+    c.bias = Bias::kHeads;
+  });
+  add(Sharding::kZigzag, DType::kF32, 2, 300, 300, [](Case&) {});
+  all.back().add = add_expressions;
+  return all;
 }
 
 // Any number of processes gives the bits of one device.
