@@ -17,10 +17,9 @@ enum : int { kEarlyStarts = kMapsTiles };  // after the kernels of a map, which 
 #include "device/dependent_launch.cuh"
 
 // Loads the tiles of a q tile that the map shows, and Q before or after the first K.
-template <class LoadQ, class StripRow>
-__device__ __forceinline__ void load_seen_tiles(const ForwardParams& p, Loader& load, const QTile& q_tile,
-                                                const Lengths& n, const KeyTiles& keys, const LoadQ& load_q,
-                                                const StripRow& strip_row) {
+template <class Params, class LoadQ, class StripRow>
+__device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, const QTile& q_tile, const Lengths& n,
+                                                const KeyTiles& keys, const LoadQ& load_q, const StripRow& strip_row) {
   SeenTiles<> seen(words_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block), keys.begin, keys.end,
                  /*down=*/true);
   const bool any = seen.more();
