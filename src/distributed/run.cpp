@@ -293,11 +293,9 @@ class Work {
 
   void compute(int64_t number, const Step& step) {
     const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
+    if (has_lengths() || !dsinks_.empty()) memory_.settle();  // the host waits for the step
     if constexpr (kBackward) {
-      if (args_.dsinks.given()) {
-        memory_.settle();  // the host waits for them
-        compute_dsinks(heads, step);
-      }
+      if (args_.dsinks.given()) compute_dsinks(heads, step);
       if (has_lengths() || (!plan_.gathers_queries() && !first_call_covers())) {
         computing_->clear(step.dk);
         computing_->clear(step.dv);
@@ -515,6 +513,7 @@ class Work {
     add_ranks(on_host(dsinks_.data(), DType::kF64), on_host(total.data(), DType::kF64), host_);
     const Part result = on_host(rounded.data(), args_.dsinks.dtype);
     host_.round(on_host(dsinks_.data(), DType::kF64), result);
+    memory_.settle();  // before the host waits
     memory_.upload(args_.dsinks.data, result.data, result.bytes());
   }
 
