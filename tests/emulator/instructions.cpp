@@ -303,6 +303,7 @@ constexpr Known kKnown[] = {
     {"st.shared.", store_shared},
     {"ld.global.cg.", load_global},
     {"ld.acquire.gpu.global.s32", load_global_again},
+    {"ld.acquire.gpu.global.u32", load_global},
     {"ld.relaxed.gpu.global.s32", load_global},
     {"st.release.gpu.global.s32", store_global},
     {"atom.global.acq_rel.gpu.inc.u32", atomic_inc},

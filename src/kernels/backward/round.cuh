@@ -4,11 +4,16 @@
 #include "device/schedule.cuh"
 #include "backward/layout.cuh"
 
+struct AddNothing {
+  __device__ __forceinline__ void operator()(int, int, float (&)[32]) const {}
+};
+
 // `panels` panels, from `panel` on, of dQ of 64 rows, from `first` on, by a warpgroup, of which each warp stores 16
-// rows. The rows of the sequence and head begin at row `at` of the statistics.
-template <int panels>
+// rows. The rows of the sequence and head begin at row `at` of the statistics. `add(panel, eights, dQ)` adds what is not
+// in dq_accum to the thread's elements of a panel, which has so many groups of 8 columns.
+template <int panels, class Add = AddNothing>
 __device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, const Lengths& n, int batch, int head,
-                                                       long long at, int first, int panel) {
+                                                       long long at, int first, int panel, const Add& add = {}) {
   // The dQ tiles of 64 rows follow each other, one for each panel.
   const float* accum = p.dq_accum + (at + first) * (64 * kDqPanels);
   const int row = first + int(warp_row() + thread_row());
@@ -34,6 +39,8 @@ __device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, 
       }
     }
   }
+#pragma unroll
+  for (int i = 0; i < panels; ++i) add(i, min_of(8, (p.d + 15) / 16 * 2 - 8 * (panel + i)), dQ[i]);
   Finite<ElementQ> finite;
 #pragma unroll
   for (int i = 0; i < panels; ++i)

@@ -1,7 +1,8 @@
 // dQ = dS K by a third consumer warpgroup, which reads dS of each step from shared memory and computes dQ tiles. Warps
 // next to the producer add these to dq_accum in global memory. Key blocks add to the same tiles in no fixed order; with
 // kOrderedDq a semaphore of each dQ tile makes them add in the order in which CTAs take them, and the first one stores.
-// With kRoundsDq they count additions, and who counts the last one of 64 rows rounds these.
+// With kRoundsDq they count additions, and who counts the last one of 64 rows rounds these. With kKeepsDq a tile of the
+// last step to whose rows all other key blocks have added stays in shared memory, and is added where it is rounded.
 #pragma once
 #include "device/dependent_launch.cuh"
 #include "device/semaphore.cuh"
@@ -15,6 +16,8 @@ __device__ __forceinline__ u32 dq_empty(u32 stage) { return dq_full(kDqStages) +
 __device__ __forceinline__ u32 dq_added() { return dq_empty(kDqStages); }  // kRoundsDq
 
 enum : int {
+  // Measured as faster for key blocks of two warpgroups that begin at different rows: each is the last one at some.
+  kKeepsDq = kRoundsDq && !kHidesKeys && kConsumers == 2 && kDqTilesOfStep <= kDqStages,
   kDsFullThreads = 128 * (kConsumers + 1),  // the warpgroups that own keys arrive, the one that computes dQ waits
   kDsEmptyThreads = 256,                    // the warpgroup that computes dQ arrives, one that owns keys waits
   kDqThreads = 128 + 32,                    // the warpgroup that computes dQ, and the warp of the stage
@@ -81,6 +84,23 @@ __device__ __forceinline__ int additions_of(const BackwardParams& p, const KeyBl
   return (blocks.end - blocks.begin) * kDqPanels;
 }
 
+// load_acquire() where another value than the one before is not certain to come.
+__device__ __forceinline__ int look_acquire(const int* at) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+// Whether all other key blocks have counted their additions to 64 rows. They are about to, so that it pays to look
+// again; but nothing promises that they run at the same time.
+__device__ __forceinline__ bool others_have_added(const BackwardParams& p, int rows, int all) {
+  enum : int { kLooks = 4 };
+  bool added = false;
+#pragma unroll 1
+  for (int i = 0; i < kLooks && !added; ++i) added = look_acquire(p.dq_additions + rows) == all - kDqPanels;
+  return added;
+}
+
 // The loop of the warpgroup that computes dQ.
 __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
   const u32 leader = threadIdx.x % 32 == 0;
@@ -98,6 +118,7 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
       named_barrier_sync(ds_full(stage), kDsFullThreads);
       const Step step = load_shared_struct_uniform<Step>(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage);
       last = step.state & kLastStep;
+      bool stays = false;  // kKeepsDq, of the thread that commits tiles
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
 #pragma unroll
       for (int tile = 0; tile < kDqTilesOfStep; ++tile) {
@@ -109,6 +130,9 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
         if (kMapsTiles && kOrderedDq) to.next = block.block + 1;
         if (kRoundsDq) to.block = step.state & kCounted;
         if (kRoundsDq) to.next = additions_of(p, block, step);
+        if (kKeepsDq && last && panel == 0 && threadIdx.x % 128 == 0)
+          stays = others_have_added(p, to.tile / kDqPanels, to.next);
+        if (kKeepsDq && stays) to.block = kStays;
         const auto computed = [&] {
           if (tile < kDqTilesOfStep - 1) return;
 #pragma unroll
@@ -152,11 +176,17 @@ __device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem,
   u32 complete = 0;  // and for those that it has completed
   int first_rows = 0;
   int all = 0;
+  int stays = -1;  // kKeepsDq: the tile that is left in shared memory
   wait_for_earlier_kernels();
   for (;;) {
     named_barrier_sync(dq_full(stage), kDqThreads);
     const DqTile now = load_shared_struct_uniform<DqTile>(dq_tile_of_buffer(smem, stage));
     if (now.tile < 0) break;
+    if (kKeepsDq && now.block == kStays) {
+      stays = now.tile;
+      named_barrier_arrive(dq_empty(stage), kDqThreads);  // no tile follows
+      continue;
+    }
     int semaphore = 0;
     if (kOrderedDq) {
       do {
@@ -190,7 +220,9 @@ __device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem,
   tma_store_wait();
   if (kRoundsDq) {
     complete |= count_additions(p, added, first_rows, all);
+    if (kKeepsDq && stays >= 0) complete |= 1u << stays / kDqPanels % 32;
     if (elect_one()) store_shared(smem + kKeysLayout.complete + 4 * stage, complete);
+    if (kKeepsDq && elect_one()) store_shared(dq_tile_of_buffer(smem, stage), stays);
     named_barrier_arrive(dq_added(), kDqAddedThreads);
   }
 }

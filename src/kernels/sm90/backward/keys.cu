@@ -168,14 +168,35 @@ __device__ __forceinline__ void round_complete_rows(const BackwardParams& p, u32
   const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, block.batch, p.sq);
   named_barrier_sync(dq_added(), kDqAddedThreads);
   u32 complete = 0;
+  int stays[max_of(kDqStages, 1)];
 #pragma unroll
-  for (int stage = 0; stage < kDqStages; ++stage) complete |= load_shared(smem + kKeysLayout.complete + 4 * stage);
+  for (int stage = 0; stage < kDqStages; ++stage) {
+    complete |= load_shared(smem + kKeysLayout.complete + 4 * stage);
+    stays[stage] = kKeepsDq ? load_shared(dq_tile_of_buffer(smem, stage)) : -1;
+  }
   int turn = 0;
 #pragma unroll 1
   for (int first = 0; first < n.sq; first += 64) {
     if ((complete >> (at + first) / 64 % 32 & 1) == 0) continue;
     if (turn++ % kConsumers != int(consumer())) continue;
-    const Finite<ElementQ> finite = round_rows<kDqPanels>(p, n, block.batch, head, at, first, 0);
+    u32 own[kDqPanels] = {};  // tiles of these rows in shared memory
+#pragma unroll
+    for (int stage = 0; stage < kDqStages; ++stage)
+#pragma unroll
+      for (int panel = 0; panel < kDqPanels; ++panel)
+        if (kKeepsDq && stays[stage] == (at + first) / 64 * kDqPanels + panel) own[panel] = dq_buffer(smem, stage);
+    const auto add_own = [&](int panel, int eights, float(&dQ)[32]) {
+      if (own[panel] == 0) return;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (j >= eights) break;
+        u32 x[4];
+        load_shared16(own[panel] + ((threadIdx.x % 128 / 32 * eights + j) * 32 + threadIdx.x % 32) * 16, x);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dQ[4 * j + e] += __uint_as_float(x[e]);
+      }
+    };
+    const Finite<ElementQ> finite = round_rows<kDqPanels>(p, n, block.batch, head, at, first, 0, add_own);
     if constexpr (kRepairs) {
       if (__all_sync(0xffffffff, finite.trace == 0)) continue;
       __syncwarp();

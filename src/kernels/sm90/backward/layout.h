@@ -60,10 +60,15 @@ enum StepState : int {
   kBlockBefore = 8,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
 };
 
+// What becomes of a dQ tile, kRoundsDq.
+enum : int {
+  kStays = 1,  // it is not added to dq_accum, but rounded with what is there, kKeepsDq; or else 0 or kCounted
+};
+
 // A dQ tile, 64 rows of a panel, on its way from shared memory to dq_accum.
 struct DqTile {
   int tile;   // its number in dq_accum; < 0: no more work
-  int block;  // kOrderedDq: the semaphore when it is its turn; kRoundsDq: whether additions are counted after this one
+  int block;  // kOrderedDq: the semaphore when it is its turn; kRoundsDq: what becomes of the tile
   int next;   // kOrderedDq: the semaphore then; kRoundsDq: the additions that complete its 64 rows
   int bytes;
 };
