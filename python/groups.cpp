@@ -79,6 +79,13 @@ void register_groups(nb::module_& m) {
             return Group::connect(rank, ranks, host, port, deadline);
           },
           "rank"_a, "ranks"_a, "host"_a, "port"_a, "deadline"_a)
+      .def_static(
+          "from_nccl",
+          [](uintptr_t comm, double deadline) {
+            const WithoutGil unlocked;
+            return Group::from_nccl(reinterpret_cast<void*>(comm), deadline);
+          },
+          "comm"_a, "deadline"_a)
       .def_static("from_exchange",
                   [](int rank, int ranks, nb::callable function) {
                     return Group::from_exchange(rank, ranks, exchange_by(std::move(function)));

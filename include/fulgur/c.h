@@ -392,11 +392,13 @@ typedef int (*fulgur_exchange)(void* context, const void* const* sends, const si
                                void* const* receives, const size_t* receive_bytes);
 
 /// `*group` <- a group that the caller frees; null on failure. By sockets between all processes of
-/// torchrun, mpirun or srun; between those that know where rank 0 listens; by the caller's
-/// function. A rank that makes no step for `deadline` seconds hangs; 0 = 300.
+/// torchrun, mpirun or srun; between those that know where rank 0 listens; by an ncclComm_t of the
+/// caller (fulgur::Group::from_nccl); by the caller's function. A rank that makes no step for
+/// `deadline` seconds hangs; 0 = 300.
 FULGUR_API fulgur_status fulgur_group_from_env(double deadline, fulgur_group** group);
 FULGUR_API fulgur_status fulgur_group_connect(int rank, int ranks, const char* host, int port,
                                               double deadline, fulgur_group** group);
+FULGUR_API fulgur_status fulgur_group_from_nccl(void* comm, double deadline, fulgur_group** group);
 FULGUR_API fulgur_status fulgur_group_from_exchange(int rank, int ranks, fulgur_exchange exchange,
                                                     void* context, fulgur_group** group);
 /// `*rank` <- that of this process, `*ranks` <- how many there are.

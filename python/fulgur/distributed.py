@@ -76,6 +76,18 @@ class Group:
         return cls._of(_fulgur.Group.connect(rank, size, host, port, _a.real("deadline", deadline)))
 
     @classmethod
+    def from_nccl(cls, comm, deadline=300.0):
+        """By a communicator of NCCL, for GPUs of one machine or several: rows and what ranks say go by it.
+
+        Args:
+            comm: the address of an ncclComm_t, an int. It stays the caller's and lives longer than the group.
+            deadline: a step that takes more seconds, or a rank that leaves, aborts the communicator.
+        """
+        if not isinstance(comm, int) or comm < 0:
+            raise ValueError(f"comm: got {comm!r}, want the address of an ncclComm_t")
+        return cls._of(_fulgur.Group.from_nccl(comm, _a.real("deadline", deadline)))
+
+    @classmethod
     def from_torch(cls, group):
         """That of a ProcessGroup of PyTorch, or a DeviceMesh of one dimension.
 

@@ -671,6 +671,10 @@ fulgur_status fulgur_group_connect(int rank, int ranks, const char* host, int po
   });
 }
 
+fulgur_status fulgur_group_from_nccl(void* comm, double deadline, fulgur_group** group) {
+  return make_group(group, [&] { return Group::from_nccl(comm, deadline_of(deadline)); });
+}
+
 fulgur_status fulgur_group_from_exchange(int rank, int ranks, fulgur_exchange exchange,
                                          void* context, fulgur_group** group) {
   return make_group(

@@ -6,7 +6,8 @@
 #include <sstream>
 
 #include "base/check.h"
-#include "distributed/sockets.h"
+#include "distributed/transport/nccl.h"
+#include "distributed/transport/sockets.h"
 
 namespace fulgur {
 
@@ -87,6 +88,13 @@ Group Group::connect(int rank, int ranks, const std::string& host, int port, dou
   if (ranks == 1) return Group(std::make_shared<Impl>(0, 1, std::make_unique<Nobody>()));
   return Group(std::make_shared<Impl>(
       rank, ranks, distributed::connect_sockets(rank, ranks, host, port, deadline)));
+}
+
+Group Group::from_nccl(void* comm, double deadline) {
+  if (!(deadline > 0)) fail("deadline", "got {}, want a number of seconds > 0", deadline);
+  const distributed::NcclPlace place = distributed::place_of_nccl(comm);
+  return Group(
+      std::make_shared<Impl>(place.rank, place.ranks, distributed::connect_nccl(comm, deadline)));
 }
 
 Group Group::from_exchange(int rank, int ranks, Exchange exchange) {

@@ -13,7 +13,7 @@
 
 #include "distributed/call_plans.h"
 #include "distributed/memory.h"
-#include "distributed/transport.h"
+#include "distributed/transport/transport.h"
 #include "fulgur/distributed/group.h"
 #include "fulgur/error.h"
 
@@ -41,6 +41,9 @@ struct Group::Impl {
   /// This rank makes no further step: the others need not wait for one.
   void leave(const std::string& why);
   std::string dead() const;
+
+  /// What carries memory of GPUs; null: ranks open each other's.
+  distributed::GpuTransport* of_gpus() const { return transport_->of_gpus(); }
 
   /// A value of every other rank: to rank r goes mine[r].
   template <class T>

@@ -1,6 +1,7 @@
 // Attention over several processes: rows of ranks, the bits of one process, what is refused, and
 // what becomes of the others when one of them dies or hangs.
 #include <arpa/inet.h>
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <netinet/in.h>
@@ -984,6 +985,13 @@ TEST(DistributedErrors, Groups) {
             "deadline: got 0, want a number of seconds > 0");
   EXPECT_EQ(message_of([] { Group::from_exchange(0, 1, {}); }),
             "exchange: not given, want a function");
+  EXPECT_EQ(message_of([] { Group::from_nccl(nullptr); }),
+            "comm: got null, want a communicator of NCCL");
+  int other = 0;
+  EXPECT_EQ(message_of([&] { Group::from_nccl(&other); }),
+            "comm: this process has not loaded libnccl.so.2, want a communicator of it");
+  EXPECT_EQ(message_of([&] { Group::from_nccl(&other, 0); }),
+            "deadline: got 0, want a number of seconds > 0");
   const int port = free_port();
   EXPECT_EQ(message_of([&] { Group::connect(0, 2, "127.0.0.1", port, 0.1); }),
             "rank 1 did not come within the deadline");
@@ -1324,6 +1332,99 @@ TEST_F(DistributedOnGpus, ARankThatHangs) {
     }
     EXPECT_LT(std::chrono::steady_clock::now() - before, std::chrono::seconds(20));
   }
+}
+
+/// A communicator of processes that each see one GPU; the first one tells the others its id.
+class NcclComms {
+ public:
+  explicit NcclComms(int ranks) : ranks_(ranks) { EXPECT_EQ(pipe(ids_), 0); }
+  static bool loads() { return dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL) != nullptr; }
+  void* connect(int rank) const {
+    struct Id {
+      char bytes[128];
+    } id{};
+    setenv("CUDA_VISIBLE_DEVICES", std::to_string(rank).c_str(), 1);
+    setenv("NCCL_NVLS_ENABLE", "0", 1);
+    void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_GLOBAL);
+    const auto get_id = reinterpret_cast<int (*)(Id*)>(dlsym(library, "ncclGetUniqueId"));
+    const auto init =
+        reinterpret_cast<int (*)(void**, int, Id, int)>(dlsym(library, "ncclCommInitRank"));
+    if (rank == 0) {
+      get_id(&id);
+      for (int r = 1; r < ranks_; ++r) EXPECT_EQ(::write(ids_[1], &id, sizeof id), sizeof id);
+    } else {
+      EXPECT_EQ(::read(ids_[0], &id, sizeof id), sizeof id);
+    }
+    void* comm = nullptr;
+    if (init(&comm, ranks_, id, rank) != 0) throw std::runtime_error("no communicator");
+    return comm;
+  }
+
+ private:
+  int ranks_, ids_[2] = {};
+};
+
+// Rows and what ranks say by NCCL, which takes a GPU for each of them.
+TEST_F(DistributedOnGpus, RowsByNccl) {
+  if (Processes(1, [](int) { return bytes_of(NcclComms::loads() ? "yes" : "no"); }).text(0) ==
+      "no") {
+    GTEST_SKIP() << "no NCCL";
+  }
+  const int ranks = std::min(count_, 2);
+  for (const int head_ranks : {1, ranks}) {
+    SCOPED_TRACE(testing::Message() << head_ranks << " share out heads");
+    const Problem problem{{.dtype = DType::kBF16,
+                           .batch = 2,
+                           .sq = 300,
+                           .sk = 300,
+                           .hq = 8,
+                           .hk = 4,
+                           .d = 64,
+                           .dv = 64,
+                           .mask = causal(),
+                           .sinks = true},
+                          {Sharding::kZigzag, head_ranks}};
+    Workload w(problem.c, 12);
+    w.options.deterministic = true;
+    const Expected e = expect(w);
+    const Shared s{problem, w};
+    ASSERT_NO_FATAL_FAILURE(compute_by(ranks, s, count_));
+    const auto want = all_bits(w);
+    w.seal();
+    const NcclComms comms(ranks);
+    Processes processes(ranks, [&](int rank) {
+      const Group group = Group::from_nccl(comms.connect(rank), 60);
+      return compute_rank(s, group, {DeviceType::kCuda, 0});
+    });
+    for (int rank = 0; rank < ranks; ++rank) {
+      ASSERT_TRUE(put(s, ranks, rank, processes.result(rank)));
+    }
+    EXPECT_EQ(all_bits(w) == want, true);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+  }
+}
+
+// One that never comes ends the call of the other one.
+TEST_F(DistributedOnGpus, ARankOfNcclThatHangs) {
+  const Problem problem = interrupted(count_);
+  Workload w(problem.c, 5);
+  const Shared s{problem, w};
+  Processes processes(1, [&](int) {
+    if (dlopen(FAKE_NCCL, RTLD_NOW) == nullptr) return bytes_of("no fake");
+    int comm = 0;
+    const Group group = Group::from_nccl(&comm, 0.5);
+    const auto compute = [&] {
+      return message_of([&] { compute_rank(s, group, {DeviceType::kCuda, 0}); });
+    };
+    const std::string first = compute();
+    return bytes_of(fmt::format("{}|{}", first, compute()));
+  });
+  const std::string said = processes.text(0);
+  if (said == "no fake") GTEST_SKIP() << said;
+  EXPECT_EQ(said,
+            "a rank made no step for 0.5 s|group: it is dead, as a rank made no step for 0.5 s; "
+            "make a new one");
 }
 
 }  // namespace

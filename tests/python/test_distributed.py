@@ -129,5 +129,9 @@ def test_errors():
         fulgur.distributed.attention(q, q, q, group=group, tree_mask=q)
     with pytest.raises(TypeError, match="sharding: got 3, want a string"):
         fulgur.distributed.attention(q, q, q, group=group, sharding=3)
+    with pytest.raises(ValueError, match="comm: got None, want the address of an ncclComm_t"):
+        fulgur.distributed.Group.from_nccl(None)
+    with pytest.raises(ValueError, match="comm: got null, want a communicator of NCCL"):
+        fulgur.distributed.Group.from_nccl(0)
     with pytest.raises(ValueError, match="head_ranks: got 2, want a divisor of the 1 ranks"):
         fulgur.distributed.attention(q, q, q, group=group, head_ranks=2)

@@ -33,6 +33,10 @@ class FULGUR_API Group {
   /// trusted.
   static Group connect(int rank, int ranks, const std::string& host, int port,
                        double deadline = kDeadline);
+  /// By an ncclComm_t of the caller, whose GPU this process computes on, of one machine or several:
+  /// rows and what ranks say go by NCCL. It stays the caller's, and lives longer than the group; a
+  /// step that takes more than `deadline` seconds, or a rank that leaves, aborts it.
+  static Group from_nccl(void* comm, double deadline = kDeadline);
   /// By the caller's function.
   static Group from_exchange(int rank, int ranks, Exchange exchange);
 

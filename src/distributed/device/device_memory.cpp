@@ -136,7 +136,10 @@ template class OnStream<Order>;
 template class OnStream<Memory>;
 
 DeviceMemory::DeviceMemory(Group::Impl& group, int index)
-    : OnStream(Gpu::at(index), nullptr), group_(group), opened_(group.ranks) {
+    : OnStream(Gpu::at(index), nullptr),
+      group_(group),
+      carrier_(group.of_gpus()),
+      opened_(group.ranks) {
   std::optional<Error> error;
   try {
     const CurrentContext current(gpu_.context());
@@ -145,7 +148,15 @@ DeviceMemory::DeviceMemory(Group::Impl& group, int index)
   } catch (const Error& failed) {
     error = failed;
   }
-  group.agree(error, {{"machine", machine()}}, {});
+  if (carrier_ != nullptr && carrier_->device() != index) {
+    error = Error(Status::kInvalidArgument,
+                  fmt::format("q: got cuda:{}, want cuda:{} as the communicator of the group",
+                              index, carrier_->device()));
+  }
+  Fields fields;
+  if (carrier_ == nullptr) fields.emplace_back("machine", machine());
+  group.agree(error, fields, {});
+  if (carrier_ != nullptr) return;
   const CurrentContext current(gpu_.context());
   signals_.emplace(group);
 }
@@ -179,11 +190,11 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
     check(driver().cuMemAlloc(&room.data, size),
           fmt::format("{} bytes for rows of other ranks", size).c_str());
     room.bytes = size;
-    if (use == kSends) {
+    if (use == kSends && carrier_ == nullptr) {
       check(driver().cuIpcGetMemHandle(&room.handle, room.data), "cuIpcGetMemHandle");
     }
   }
-  if (use == kSends) {  // of the exchange before the last one
+  if (use == kSends && signals_) {  // of the exchange before the last one
     const CurrentContext current(gpu_.context());
     each_other([&](int r) { signals_->wait(stream_, r, Signals::kTaken, count_ - 1); });
   }
@@ -208,6 +219,11 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
     std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes) {
   const CurrentContext current(gpu_.context());
   const std::vector<std::span<std::byte>> receives = room_to_receive(bytes);
+  unsettled_ = true;
+  if (carrier_ != nullptr) {
+    carrier_->exchange(sends, receives, stream_);
+    return receives;
+  }
   const Room& room = room_of(kSends);
   std::vector<Offer> mine(group_.ranks, {.handle = room.handle,
                                          .process = static_cast<uint64_t>(getpid()),
@@ -220,7 +236,6 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
   ++count_;
   each_other([&](int r) { signals_->tell(stream_, r, Signals::kReady, count_); });
   const std::vector<Offer> theirs = group_.tell(mine);
-  unsettled_ = true;
   turn_ = 1 - turn_;
   each_other([&](int r) {
     group_.check_bytes(r, theirs[r].bytes, bytes[r]);
@@ -251,7 +266,7 @@ bool DeviceMemory::done(std::chrono::milliseconds within) {
 
 void DeviceMemory::settle() {
   if (!std::exchange(unsettled_, false)) return;
-  for (bool all = false; !all;) {  // a rank that has left is noticed when it says nothing
+  for (bool all = carrier_ != nullptr; !all;) {  // a rank that has left is noticed when it says nothing
     const char mine = done(kBeat) ? 1 : 0;
     std::vector<char> theirs = group_.tell(std::vector<char>(group_.ranks, mine));
     theirs[group_.rank] = mine;
@@ -265,7 +280,7 @@ void DeviceMemory::settle() {
 
 void DeviceMemory::abandon() {
   try {
-    while (!done(std::chrono::milliseconds(0))) signals_->end_waits(count_);
+    while (signals_ && !done(std::chrono::milliseconds(0))) signals_->end_waits(count_);
   } catch (const Error&) {  // the device does nothing more
   }
 }

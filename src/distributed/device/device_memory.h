@@ -75,6 +75,7 @@ class DeviceMemory final : public OnStream<Memory> {
   bool done(std::chrono::milliseconds within);
 
   Group::Impl& group_;
+  GpuTransport* const carrier_;  ///< of rows; null: they are fetched from other ranks' memory
   /// The last two are kSends in turn, so that others take what lies there while the next exchange
   /// is prepared.
   std::array<Room, kUses + 2> rooms_;

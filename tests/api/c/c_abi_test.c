@@ -249,6 +249,7 @@ fulgur_status fulgur_rows_of(int, int64_t, int, int, const fulgur_options*, int6
                              size_t*);
 fulgur_status fulgur_group_from_env(double, fulgur_group**);
 fulgur_status fulgur_group_connect(int, int, const char*, int, double, fulgur_group**);
+fulgur_status fulgur_group_from_nccl(void*, double, fulgur_group**);
 fulgur_status fulgur_group_from_exchange(int, int, fulgur_exchange, void*, fulgur_group**);
 fulgur_status fulgur_group_place(const fulgur_group*, int*, int*);
 void fulgur_group_free(fulgur_group*);

@@ -552,6 +552,10 @@ static void groups(const fulgur_forward_args* args, const fulgur_backward_args* 
   CHECK(strcmp(fulgur_last_error(), "group: got null, want a group") == 0);
   fulgur_group_free(group);
 
+  CHECK(fulgur_group_from_nccl(NULL, 0, &group) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "comm: got null, want a communicator of NCCL") == 0);
+  CHECK(group == NULL);
+
   int result = 5;
   CHECK(fulgur_group_from_exchange(0, 2, NULL, NULL, &group) == FULGUR_INVALID_ARGUMENT);
   CHECK(group == NULL);

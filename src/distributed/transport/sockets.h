@@ -4,7 +4,7 @@
 #include <memory>
 #include <string>
 
-#include "distributed/transport.h"
+#include "distributed/transport/transport.h"
 
 namespace fulgur::distributed {
 

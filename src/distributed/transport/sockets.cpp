@@ -1,4 +1,4 @@
-#include "distributed/sockets.h"
+#include "distributed/transport/sockets.h"
 
 #include <arpa/inet.h>
 #include <fcntl.h>
