@@ -14,6 +14,7 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <mutex>
 #include <numeric>
 #include <random>
 #include <regex>
@@ -631,26 +632,67 @@ struct Wanted {
   Target target;
 };
 
+/// What the compiler said of each kernel, by its key in the cache: lines of the file that
+/// FULGUR_COMPILE_LIST names. What another run has found is not compiled again, so that a run may
+/// go on, on another machine too, where the last one ended.
+class FoundBefore {
+ public:
+  FoundBefore() {
+    const char* path = getenv("FULGUR_COMPILE_LIST");
+    if (path == nullptr) return;
+    std::ifstream lines(path);
+    for (std::string line; std::getline(lines, line);) {
+      const size_t key = line.find('\t'), log = line.find('\t', key + 1);
+      if (log != line.npos) logs_.insert({line.substr(0, key), line.substr(log + 1)});
+    }
+    file_.open(path, std::ios::app);
+    EXPECT_TRUE(file_.is_open()) << path;
+  }
+  bool given() const { return file_.is_open(); }
+
+  /// Of a kernel that compile() makes where no run has.
+  template <class Compile>
+  Cubin get(const std::string& key, const Wanted& kernel, const Compile& compile) {
+    if (const auto found = logs_.find(key); found != logs_.end()) return {"", found->second};
+    Cubin cubin = compile();
+    std::string line =
+        fmt::format("{}\t{} {}\t{}", key, kernel.target.name(), name(kernel.request), cubin.log);
+    std::ranges::replace(line, '\n', ' ');
+    const std::lock_guard lock(mutex_);
+    file_ << line << std::endl;
+    return cubin;
+  }
+
+ private:
+  std::map<std::string, std::string> logs_;
+  std::ofstream file_;
+  std::mutex mutex_;
+};
+
 /// Expects that the compiler finds no fault with a sample of kernels, which changes every day; with
 /// FULGUR_COMPILE_ALL=1 with all of them (`make test-kernels`). `few_spills`: a few are no fault.
 void expect_clean(const std::vector<Wanted>& kernels, size_t sample, bool few_spills = false) {
   const std::vector<size_t> indices = sample_of(kernels.size(), sample);
   // What was found clean once stays so: the keys of the cache are those of the compilation.
   CubinCache cache(fs::path(FULGUR_TEST_CACHE));
+  FoundBefore found;
   std::atomic<size_t> next = 0, compiled = 0;
   const auto start = std::chrono::steady_clock::now();
   const auto work = [&] {
     for (size_t n; (n = next++) < indices.size();) {
-      const auto& [request, target] = kernels[indices[n]];
+      const Wanted& kernel = kernels[indices[n]];
       try {
-        const Cubin cubin = cache.get(cache_key(request, target), [&] {
+        const std::string key = cache_key(kernel.request, kernel.target);
+        const auto compiles = [&] {
           ++compiled;
-          return compile(request, target);
-        });
+          return compile(kernel.request, kernel.target);
+        };
+        const Cubin cubin =
+            found.given() ? found.get(key, kernel, compiles) : cache.get(key, compiles);
         const std::string fault = few_spills ? defect_of(cubin) : complaint(cubin.log);
-        EXPECT_EQ(fault, "") << target.name() << name(request) << cubin.log;
+        EXPECT_EQ(fault, "") << kernel.target.name() << name(kernel.request) << cubin.log;
       } catch (const Error& error) {
-        ADD_FAILURE() << target.name() << name(request) << error.what();
+        ADD_FAILURE() << kernel.target.name() << name(kernel.request) << error.what();
       }
     }
   };

@@ -17,14 +17,19 @@ using kernels::Work;
 /// Tiles for d and dv above above_dim, up to max_dim. The compiler keeps S, O and P of a warp in
 /// registers whatever the other options; with more keys or dims it would spill.
 struct Tile {
-  /// kCrowded: plain, where something else takes registers (is_crowded).
+  /// kCrowded: plain, where something else takes registers (is_crowded); kCrowdedPacked: and
+  /// sequences are packed, with a bound of keys on the left. kBiasedCrowded, kAllCrowded: a bias,
+  /// and dropout besides, from compute capability 10.0 on.
   enum Scores {
     kPlain = 1,
     kCrowded = 2,
-    kTransformed = 4,
-    kDropped = 8,
-    kBiased = 16,
-    kBiasedDropped = 32,
+    kCrowdedPacked = 4,
+    kTransformed = 8,
+    kDropped = 16,
+    kBiased = 32,
+    kBiasedDropped = 64,
+    kBiasedCrowded = 128,
+    kAllCrowded = 256,
   };
   int above_dim, max_dim;
   int strips, warp_strips, block_keys, stages;
@@ -32,21 +37,22 @@ struct Tile {
   int residents;
   int scores;  ///< what its scores may be besides products
 };
-constexpr int kUntransformed = Tile::kPlain | Tile::kCrowded;
+constexpr int kUntransformed = Tile::kPlain | Tile::kCrowded | Tile::kCrowdedPacked;
 constexpr int kUnbiased = kUntransformed | Tile::kTransformed | Tile::kDropped;
-constexpr int kNotAll = kUnbiased | Tile::kBiased;
-constexpr int kAny = kNotAll | Tile::kBiasedDropped;
+constexpr int kNotAll = kUnbiased | Tile::kBiased | Tile::kBiasedDropped | Tile::kBiasedCrowded;
+constexpr int kAny = kNotAll | Tile::kAllCrowded;
 constexpr Tile kTiles[] = {
     {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},
-    {0, 64, 1, 1, 64, 2, true, 3, kNotAll},
-    {0, 64, 1, 1, 64, 2, true, 2, Tile::kBiasedDropped},
+    {0, 64, 1, 1, 64, 2, true, 3, kUnbiased | Tile::kBiased},
+    {0, 64, 1, 1, 64, 2, true, 2, Tile::kBiasedDropped | Tile::kBiasedCrowded | Tile::kAllCrowded},
     {64, 128, 2, 2, 48, 1, false, 2, Tile::kPlain},
-    {64, 128, 2, 2, 32, 1, false, 2, Tile::kCrowded | Tile::kTransformed | Tile::kDropped},
-    {64, 128, 2, 1, 64, 2, true, 1, kAny},
-    {64, 128, 1, 1, 64, 1, false, 2, kAny},
+    {64, 128, 2, 2, 32, 1, false, 2, kUnbiased & ~Tile::kPlain},
+    {64, 128, 2, 1, 64, 2, true, 1, kNotAll},
+    {64, 128, 1, 1, 64, 1, false, 2, kNotAll},
+    {64, 128, 1, 1, 32, 1, false, 2, Tile::kAllCrowded},
     {128, 192, 2, 1, 64, 1, false, 1, kAny},
     {128, 192, 1, 1, 64, 1, false, 2, kAny},
-    {192, 256, 2, 1, 64, 1, false, 1, kUntransformed},
+    {192, 256, 2, 1, 64, 1, false, 1, Tile::kPlain | Tile::kCrowded},
     {192, 256, 1, 1, 64, 1, false, 2, kUntransformed},
     {192, 256, 1, 1, 32, 1, false, 2, kAny},
 };
@@ -75,11 +81,20 @@ ForwardPlan common(const Problem& p) {
   return plan;
 }
 
-/// What takes the registers that the widest plain tile would need: a bound of keys on the left,
-/// lengths of q, and ptxas from compute capability 10.0 on, whatever the options.
-bool is_crowded(const Problem& p, const Card& card) {
+/// What the scores of a problem are besides products. What takes the registers that the widest
+/// plain tile would need: a bound of keys on the left, lengths of q, and ptxas from compute
+/// capability 10.0 on, whatever the options.
+int scores_of(const Problem& p, const Card& card) {
   const AnyForwardKey key = any_forward_key(p);
-  return key.has_left || key.seqused_q || card.target.capability >= 100;
+  const bool crowds = card.target.capability >= 100, dropped = p.dropout_p > 0;
+  if (p.has(Arg::kBias) || p.expressions.given()) {
+    if (dropped) return crowds ? Tile::kAllCrowded : Tile::kBiasedDropped;
+    return crowds ? Tile::kBiasedCrowded : Tile::kBiased;
+  }
+  if (dropped) return Tile::kDropped;
+  if (transforms(p)) return Tile::kTransformed;
+  if (key.has_left && key.packed) return Tile::kCrowdedPacked;
+  return crowds || key.has_left || key.seqused_q ? Tile::kCrowded : Tile::kPlain;
 }
 
 /// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
@@ -157,13 +172,7 @@ std::string forward_rejects(const Problem& p) {
 std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
-  const bool biased = p.has(Arg::kBias) || p.expressions.given(), dropped = p.dropout_p > 0;
-  const int scores = biased && dropped     ? Tile::kBiasedDropped
-                     : biased              ? Tile::kBiased
-                     : dropped             ? Tile::kDropped
-                     : transforms(p)       ? Tile::kTransformed
-                     : is_crowded(p, card) ? Tile::kCrowded
-                                           : Tile::kPlain;
+  const int scores = scores_of(p, card);
   for (const Tile& tile : kTiles) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;
