@@ -2,7 +2,8 @@
 """Adds PyTorch's attentions to the papers' tables, and where they are installed Triton (triton_flash2.py) and xFormers.
 
 `fulgur bench --device cuda --reproduce fa3 --json F` makes the file; the same shapes are measured here, with standard
-attention as PyTorch's three calls, in bf16. tools/papers_table.py shows it.
+attention as PyTorch's three calls, in bf16. What the file has already stays, so that `--seconds` at a time lead to all.
+tools/papers_table.py shows it.
 """
 
 import argparse
@@ -11,6 +12,7 @@ import importlib.util
 import json
 import math
 import pathlib
+import time
 
 import torch
 from gpu_case import Case
@@ -91,17 +93,26 @@ def measure(row, name):
     return row | {"algorithm": name, "ms": ms, "gflop_per_s": work / ms, "extra_bytes": extra}
 
 
+def shape(row):
+    return tuple(row[name] for name in ("pass", "sk", "d", "causal"))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("json", type=pathlib.Path)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin no further shape after so many")
     args = parser.parse_args()
+    end = time.monotonic() + args.seconds
     report = json.loads(args.json.read_text())
     rows = [r for r in report["results"] if r["algorithm"] == "fa2"]
     names = [n for n in PEERS if n not in MODULES or importlib.util.find_spec(MODULES[n])]
     for name in names:
-        report["results"] += [made for row in rows if (made := measure(row, name))]
-        print(name, sum(r["algorithm"] == name for r in report["results"]), "of", len(rows))
-    args.json.write_text(json.dumps(report, indent=1) + "\n")
+        there = {shape(r) for r in report["results"] if r["algorithm"] == name}
+        for row in rows:
+            if shape(row) not in there and time.monotonic() < end:
+                report["results"] += [made for made in (measure(row, name),) if made]
+        print(name, sum(r["algorithm"] == name for r in report["results"]), "of", len(rows), flush=True)
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
 
 
 if __name__ == "__main__":

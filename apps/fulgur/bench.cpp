@@ -4,7 +4,9 @@
 #include <chrono>
 #include <ctime>
 #include <deque>
+#include <filesystem>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <nlohmann/json.hpp>
 #include <set>
@@ -208,16 +210,23 @@ struct Measured {
 };
 
 /// Cases and probes take turns, so that what disturbs the machine for some seconds touches few of
-/// the times of a case; medians over the rounds. So do as many cases as memory holds together.
-Measured measure(const std::vector<bench::Case>& cases, int rounds, Device device, int threads) {
+/// the times of a case; medians over the rounds. So do as many cases as memory holds together; of
+/// one round each has the memory alone, and none begins after `seconds_of_all`.
+Measured measure(const std::vector<bench::Case>& cases, int rounds, Device device, int threads,
+                 double seconds_of_all) {
   Measured measured;
+  const auto start = std::chrono::steady_clock::now();
+  const auto is_over = [&] {
+    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - start;
+    return rounds == 1 && !measured.cases.empty() && passed.count() > seconds_of_all;
+  };
   std::vector<Peaks> peaks;
   std::vector<double> work;
   std::vector<Times> times;
   Progress progress("bench", rounds * static_cast<int64_t>(cases.size()));
-  for (auto next = cases.begin(); next != cases.end();) {
+  for (auto next = cases.begin(); next != cases.end() && !is_over();) {
     std::deque<bench::Workload> workloads;
-    for (; next != cases.end(); ++next) {
+    for (; next != cases.end() && (rounds > 1 || workloads.empty()); ++next) {
       try {
         workloads.emplace_back(*next);
         measured.cases.push_back(*next);
@@ -305,19 +314,18 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
       });
 }
 
-/// The rows of the measured cases of a paper: a line for each algorithm and pass, TFLOP/s by
+/// The rows of a report on a paper's cases: a line for each algorithm and pass, TFLOP/s by
 /// length, and the memory that the passes take besides their inputs.
 class PaperTables {
  public:
-  PaperTables(const std::vector<bench::Case>& cases, const ordered_json& rows) {
-    for (size_t i = 0; i < cases.size(); ++i) {
-      const bench::Case& c = cases[i];
-      const auto value = [&](const char* name) { return rows[i][name].get<double>(); };
-      const double ms = value("ms");
-      Cell& cell = tables_[{c.d, c.causal}][c.algorithm][c.sk];
-      Pass& pass = c.pass == "forward" ? cell.forward : cell.backward;
-      pass = {1e-3 * value("gflop_per_s"), ms, value("extra_bytes")};
-      lengths_.insert(c.sk);
+  explicit PaperTables(const ordered_json& rows) {
+    for (const ordered_json& row : rows) {
+      const auto value = [&](const char* name) { return row[name].get<double>(); };
+      const int64_t n = row["sk"];
+      Cell& cell = tables_[{row["d"], row["causal"]}][row["algorithm"]][n];
+      Pass& pass = row["pass"] == "forward" ? cell.forward : cell.backward;
+      pass = {1e-3 * value("gflop_per_s"), value("ms"), value("extra_bytes")};
+      lengths_.insert(n);
     }
   }
 
@@ -390,6 +398,8 @@ class PaperTables {
 
 struct BenchRequest {
   int ranks = 0;
+  double seconds = std::numeric_limits<double>::infinity();
+  bool continues = false;
   std::string grid = "quick", device = "cpu", json, paper;
   std::vector<std::string> only;
 };
@@ -401,6 +411,33 @@ std::vector<bench::Case> cases_of(const BenchRequest& r, Device device, int thre
                                              ? bench::cuda_grid(r.grid, device)
                                              : bench::cpu_grid(r.grid, threads);
   return r.only.empty() ? cases : bench::only(cases, r.only);
+}
+
+/// The rows that a report on the same paper and GPU has already.
+ordered_json rows_of_before(const BenchRequest& r, const ordered_json& machine) {
+  if (!r.continues || !std::filesystem::exists(r.json)) return ordered_json::array();
+  const io::InputFile file(r.json, "--json");
+  ordered_json report = ordered_json::parse(file.bytes(), nullptr, /*allow_exceptions=*/false);
+  if (!report.is_object()) report = ordered_json::object();
+  const auto text_of = [](const ordered_json& of, const char* name) -> std::string {
+    const bool there = of.is_object() && of.contains(name) && of[name].is_string();
+    return there ? of[name].get<std::string>() : "nothing";
+  };
+  const auto want = [&](const char* what, const std::string& got, const std::string& wanted) {
+    if (got != wanted) {
+      io::fail("--continue", "got {} whose {} is {}, want a report of {}", r.json, what, got,
+               wanted);
+    }
+  };
+  want("grid", text_of(report, "grid"), r.paper);
+  want("device", text_of(report["machine"], "device"), machine["device"]);
+  return report["results"].is_array() ? report["results"] : ordered_json::array();
+}
+
+/// Whether a row is that of a case of a paper.
+bool is_row_of(const ordered_json& row, const bench::Case& c) {
+  return row["pass"] == c.pass && row["sk"] == c.sk && row["d"] == c.d &&
+         row["causal"] == c.causal && row["algorithm"] == c.algorithm;
 }
 
 void write_json(const std::string& path, const ordered_json& report) {
@@ -466,7 +503,7 @@ void run_bench(const BenchRequest& r) {
   }
   if (!r.json.empty()) io::check_writable(r.json);
   const int threads = bench::all_threads();
-  const std::vector<bench::Case> cases = cases_of(r, device, threads);
+  std::vector<bench::Case> cases = cases_of(r, device, threads);
   ordered_json report = {{"machine", machine(device, threads)}};
   const auto& m = report["machine"];
   fmt::print("fulgur {}, {}\n", FULGUR_VERSION, in_words(m));
@@ -475,10 +512,22 @@ void run_bench(const BenchRequest& r) {
                before);
   }
   const int rounds = !r.paper.empty() ? 1 : r.grid == "standard" ? 5 : 3;
-  Measured measured = measure(cases, rounds, device, threads);
+  ordered_json before = rows_of_before(r, m);
+  std::erase_if(cases, [&](const bench::Case& c) {
+    return std::ranges::any_of(before, [&](const auto& row) { return is_row_of(row, c); });
+  });
+  if (cases.empty()) throw Error(Status::kInvalidArgument, r.json + " has all of these shapes");
+  Measured measured = measure(cases, rounds, device, threads, r.seconds);
   report["peaks"] = measured.peaks.json(device);
   fmt::print("measured: {}\n", measured.peaks.in_words(device, threads));
-  if (!r.paper.empty()) PaperTables(measured.cases, measured.rows).print();
+  if (!r.paper.empty()) {
+    measured.rows.insert(measured.rows.begin(), before.begin(), before.end());
+    PaperTables(measured.rows).print();
+    size_t found = measured.cases.size();
+    for (const auto& [why, names] : measured.not_computed) found += names.size();
+    if (found < cases.size())
+      fmt::print("\nafter {} seconds {} shapes are left\n", r.seconds, cases.size() - found);
+  }
   size_t width = 45;
   for (const bench::Case& c : measured.cases) width = std::max(width, c.name().size());
   for (size_t i = 0; i < measured.cases.size() && r.paper.empty(); ++i) {
@@ -520,7 +569,19 @@ void add_bench(CLI::App& app) {
             "the threads of all, or one GPU",
             1)
       ->excludes("--reproduce");
-  command->add_option("--json", r->json, "Write the results to this file too")->type_name("F.json");
+  auto* json = command->add_option("--json", r->json, "Write the results to this file too")
+                   ->type_name("F.json");
+  command
+      ->add_flag("--continue", r->continues,
+                 "Keep what F.json has of the paper, and measure what it does not have")
+      ->needs("--reproduce")
+      ->needs(json);
+  command
+      ->add_option("--seconds", r->seconds,
+                   "Of a paper begin no further shape after so many; default all")
+      ->check(CLI::PositiveNumber)
+      ->type_name("S")
+      ->needs("--reproduce");
   command->footer(
       "Times are medians over rounds in which the shapes take turns. Flops count the matrix "
       "products of the visible scores; the bytes of decode are those of K and V that exist, shared "
@@ -532,6 +593,7 @@ void add_bench(CLI::App& app) {
       "  OMP_NUM_THREADS=1 fulgur bench --grid standard --json speed.json\n"
       "  fulgur bench --device cuda --grid standard\n"
       "  fulgur bench --device cuda --reproduce fa2\n"
+      "  fulgur bench --device cuda --reproduce fa3 --seconds 60 --json fa3.json --continue\n"
       "  fulgur bench --ranks 2\n"
       "  fulgur bench --grid decode --only batch:8 keys:4096 hq:32 hk:8 page:none");
   command->callback([r] { run_bench(*r); });

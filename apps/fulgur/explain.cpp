@@ -1,12 +1,15 @@
 #include <fmt/format.h>
 
+#include <array>
 #include <limits>
+#include <string>
 
 #include "commands.h"
 #include "expressions.h"
 #include "flags.h"
 #include "fulgur/cuda.h"
 #include "fulgur/distributed/forecast.h"
+#include "fulgur/error.h"
 #include "io/array.h"
 #include "io/file.h"
 #include "svg.h"
@@ -19,7 +22,7 @@ struct ExplainRequest {
   std::string dtype = "f32", device = "cpu", card;
   bool backward = false;
   int64_t page = 0;
-  std::string svg;
+  std::string svg, algorithm;  ///< instead of that of the flags
   bool json = false;
   Ranks ranks{1, 0, {375e9, 5e-6}, {50e9, 15e-6}};  // node 0: all ranks
   OptionFlags flags;
@@ -27,6 +30,7 @@ struct ExplainRequest {
 
   Options options() const {
     Options options = flags.options();
+    if (!algorithm.empty()) options.algorithm = algorithm;
     expressions.set(&options);
     return options;
   }
@@ -112,6 +116,41 @@ std::string forecast_of(const ExplainRequest& r, const Plan& plan) {
   return text;
 }
 
+/// What each of the papers' algorithms moves and computes in this call, where one was asked for.
+std::string counts_of(ExplainRequest& r) {
+  if (r.options().algorithm.empty()) return {};
+  constexpr std::array kCounts = {"bytes_read", "bytes_written", "products", "exponentials",
+                                  "rescales"};
+  std::string text = "\nof memory before caches, of tensor cores and of rows; +: by the scores\n  ";
+  text += fmt::format("{:<10}", "");
+  for (const char* const name : kCounts) text += fmt::format("{:>20}", name);
+  bool any = false;
+  for (const char* const algorithm : {"standard", "fa1", "fa2", "fa3"}) {
+    r.algorithm = algorithm;
+    text += fmt::format("\n  {:<10}", algorithm);
+    try {
+      const Details details = plan_of(r).details();
+      if (!details.has("counts")) {
+        text += "  is not counted with these options";
+        continue;
+      }
+      any = true;
+      const bool by_scores = !details.has("counts.rescales");
+      for (const std::string name : kCounts) {
+        const std::string path = "counts." + name;
+        const bool grows = by_scores && (name == "exponentials" || name == "rescales");
+        const int64_t count = details.has(path) ? details.get<int64_t>(path) : 0;
+        const bool known = details.has(path) || grows;
+        text += fmt::format("{:>20}", known ? fmt::format("{}{}", count, grows ? "+" : "") : "");
+      }
+    } catch (const Error& error) {
+      if (error.status() != Status::kUnsupported) throw;
+      text += "  is not of this device, or does not compute the call";
+    }
+  }
+  return any ? text + "\n" : "";
+}
+
 void explain(ExplainRequest& r) {
   r.expressions.read();
   const Plan plan = plan_of(r);
@@ -131,7 +170,7 @@ void explain(ExplainRequest& r) {
   if (r.json) {
     fmt::print("{}\n", plan.details().json());
   } else {
-    fmt::print("{}{}", plan.explain(tensors), by_ranks);
+    fmt::print("{}{}{}", plan.explain(tensors), by_ranks, counts_of(r));
   }
 }
 
@@ -190,6 +229,7 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 4096 --causal --mask-mod 'doc[q] == doc[k]' --tensor doc=doc.npy\n"
       "  fulgur explain --sq 8192 --d 128 --dtype bf16 --device cuda\n"
       "  fulgur explain --sq 8192 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --card h200\n"
+      "  fulgur explain --sq 4096 --hq 16 --d 128 --dtype bf16 --card h100 --algorithm fa2\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --json\n"
       "  fulgur explain --sq 1048576 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --card h200 "
       "--ranks 64 --node 8");

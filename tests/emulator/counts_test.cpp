@@ -3,6 +3,7 @@
 #include "counts.h"
 
 #include <dlfcn.h>
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include "engine_memory.h"
@@ -32,25 +33,30 @@ Counts now() {
   return *static_cast<const Counts*>(counts);
 }
 
-/// A call of two heads by an algorithm, what its passes do, and their blocks.
+/// What both passes of a call do, what their plans say of it, and their blocks.
 struct Counted {
   struct Pass {
     Counts counts;
+    Details plan;
     int64_t Br, Bc;
   };
   Pass forward, backward;
 };
 
-Counted counted(const char* algorithm, const Mask& mask) {
-  const Case c{.dtype = DType::kBF16,
-               .batch = 1,
-               .sq = kRows,
-               .sk = kRows,
-               .hq = kHeads,
-               .hk = kHeads,
-               .d = kDim,
-               .dv = kDim,
-               .mask = mask};
+/// A call of two heads.
+Case two_heads(const Mask& mask) {
+  return {.dtype = DType::kBF16,
+          .batch = 1,
+          .sq = kRows,
+          .sk = kRows,
+          .hq = kHeads,
+          .hk = kHeads,
+          .d = kDim,
+          .dv = kDim,
+          .mask = mask};
+}
+
+Counted counted(const char* algorithm, const Case& c) {
   Workload w(c, 1);
   w.options.engine = "cuda";
   w.options.algorithm = algorithm;
@@ -63,6 +69,7 @@ Counted counted(const char* algorithm, const Mask& mask) {
     return Counted::Pass{
         {after.read - before.read, after.written - before.written, after.products - before.products,
          after.exponentials - before.exponentials},
+        plan,
         plan.get<int64_t>("Br"),
         plan.get<int64_t>("Bc")};
   };
@@ -111,7 +118,7 @@ constexpr uint64_t kForwardProducts = kScores * 2 * kDim, kBackwardProducts = kS
 // S and P make a round trip to memory each. Tiles of 128 rows and columns load what they multiply,
 // and the softmax reads a row three times: for its maximum, its sum and P.
 TEST(Counts, Standard) {
-  const Counted got = counted("standard", {});
+  const Counted got = counted("standard", two_heads({}));
   const Traffic want = traffic(
       128, 64, {}, [](const auto& h, int64_t, Traffic* t) { reference::standard_forward(h, t); });
   const Counts& c = got.forward.counts;
@@ -130,7 +137,7 @@ TEST(Counts, Standard) {
 // computes blocks that a mask hides, too, and this kernel leaves them out, as the release does.
 TEST(Counts, FlashAttention) {
   for (const Mask& mask : {Mask{}, causal()}) {
-    const Counted got = counted("fa1", mask);
+    const Counted got = counted("fa1", two_heads(mask));
     const Traffic want = flash1(got.forward, mask);
     const Counts& c = got.forward.counts;
     EXPECT_EQ(want.loaded, 2 * kMatrix + want.rescales * (2 * kDim + 2));
@@ -151,7 +158,7 @@ TEST(Counts, FlashAttention) {
 // rescaled only where scores have grown by much, and their exponentials computed again.
 TEST(Counts, FlashAttention2) {
   for (const Mask& mask : {Mask{}, causal()}) {
-    const Counted got = counted("fa2", mask);
+    const Counted got = counted("fa2", two_heads(mask));
     const Traffic want = flash2(got.forward, mask);
     const Counts& c = got.forward.counts;
     EXPECT_EQ(c.read, want.loaded * kHalf);
@@ -168,7 +175,7 @@ TEST(Counts, FlashAttention2) {
 // after it dQ is rounded.
 TEST(Counts, Backward) {
   for (const char* const name : {"fa1", "fa2"}) {
-    const Counted got = counted(name, {});
+    const Counted got = counted(name, two_heads({}));
     const Traffic want = flash2_backward(got.backward);
     const Counts& c = got.backward.counts;
     const uint64_t rows = kRows / got.backward.Bc * kStatistics;  // in all key blocks together
@@ -186,7 +193,7 @@ TEST(Counts, Backward) {
 // FlashAttention-3 moves and computes what FlashAttention-2 does, but for the scheduler's counters.
 TEST(Counts, FlashAttention3) {
   for (const Mask& mask : {Mask{}, causal()}) {
-    const Counted got = counted("fa3", mask);
+    const Counted got = counted("fa3", two_heads(mask));
     const Counts& c = got.forward.counts;
     const bool full = mask == Mask{};
     if (full) {
@@ -198,6 +205,50 @@ TEST(Counts, FlashAttention3) {
     EXPECT_NEAR(double(c.written), double(kMatrix * kHalf + kStatistics * kFloat), 256);
     EXPECT_GE(c.exponentials, c.products / (2 * kDim));
     EXPECT_LE(c.products, kForwardProducts * (full ? 4 : 3) / 4);
+  }
+}
+
+/// Expects that a pass does what its plan says; of FlashAttention-3 but for the counters of its
+/// scheduler.
+void expect_planned(const Counted::Pass& pass, const std::string& algorithm) {
+  const Counts& c = pass.counts;
+  const auto planned = [&](const char* name) {
+    return static_cast<uint64_t>(pass.plan.get<int64_t>(std::string("counts.") + name));
+  };
+  EXPECT_EQ(c.products, planned("products"));
+  if (pass.plan.has("counts.bytes_read")) {
+    const double counters = algorithm == "fa3" ? 256 : 0;
+    EXPECT_NEAR(double(c.read), double(planned("bytes_read")), counters);
+    EXPECT_NEAR(double(c.written), double(planned("bytes_written")), counters);
+  }
+  if (pass.plan.has("counts.rescales")) {
+    EXPECT_EQ(c.exponentials, planned("exponentials"));
+  } else {
+    EXPECT_GE(c.exponentials, planned("exponentials"));
+  }
+}
+
+// What `fulgur explain --algorithm` and `fulgur bench --reproduce` print is what is counted: rows
+// and keys that fill no tiles, groups of heads, other dims of V.
+TEST(Counts, ArePlanned) {
+  Case odd = two_heads(causal());
+  odd.sq = 200;
+  odd.sk = 328;
+  odd.batch = 2;
+  odd.hq = 4;
+  odd.d = 40;
+  odd.dv = 72;
+  Case wide = two_heads({});
+  wide.d = wide.dv = 128;
+  for (const char* const algorithm : {"standard", "fa1", "fa2", "fa3"}) {
+    for (const Case& c : {two_heads({}), two_heads(causal()), odd, wide}) {
+      const Counted got = counted(algorithm, c);
+      for (const Counted::Pass* pass : {&got.forward, &got.backward}) {
+        SCOPED_TRACE(fmt::format("{} {} {}", algorithm, c.name(),
+                                 pass == &got.forward ? "forward" : "backward"));
+        expect_planned(*pass, algorithm);
+      }
+    }
   }
 }
 

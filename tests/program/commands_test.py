@@ -71,6 +71,9 @@ from program import ALL, FORWARD, PEAKS, details, fails, listing, succeeds
         (["bench", "--grid", "huge"], ["--grid", "huge"]),
         (["bench", "--reproduce", "fa4"], ["--reproduce", "fa4"]),
         (["bench", "--reproduce", "fa2", "--grid", "quick"], ["--reproduce", "--grid"]),
+        (["bench", "--reproduce", "fa2", "--continue"], ["--continue", "--json"]),
+        (["bench", "--seconds", "5"], ["--seconds", "--reproduce"]),
+        (["bench", "--reproduce", "fa2", "--seconds", "-1"], ["--seconds", "-1"]),
         (["check", "--dtype", "f8"], ["--dtype", "f8"]),
     ],
 )
@@ -85,6 +88,20 @@ def test_algorithms_are_refused_by_name():
     fails("explain", "--algorithm", "fa4", says=['algorithm: got "fa4", want one of standard, fa1, fa2, fa3'])
     fails("explain", "--algorithm", "fa1", says=["engine cpu: computes by the algorithm fa2, not by fa1"])
     assert "fa2" in succeeds("explain", "--algorithm", "fa2", "--json")
+
+
+def test_counts_of_the_papers_algorithms():
+    call = ["explain", "--sq", "256", "--hq", "2", "--dtype", "bf16", "--card", "h100", "--algorithm", "fa2"]
+    rows = {line.split()[0]: line.split()[1:] for line in succeeds(*call).splitlines() if line.startswith("  ")}
+    products = 2 * 256 * 256 * 2 * 64
+    assert [rows[name][2] for name in ("standard", "fa1", "fa2", "fa3")] == 4 * [str(products)]
+    plan = details(*call[1:])
+    assert plan["counts"]["bytes_read"] == 2 * (256 + 256 // plan["Br"] * 2 * 256) * 64 * 2  # of both heads
+    assert rows["fa2"][:2] == [str(plan["counts"]["bytes_read"]), str(2 * 256 * (64 * 2 + 4))]
+    assert rows["fa2"][3:] == [str(2 * 256 * 256) + "+", "0+"]
+    assert rows["fa1"][4] == str(2 * 256 * 2)  # of two key blocks
+    dropped = succeeds(*call, "--dropout", "0.5")
+    assert "bytes_read" not in dropped
 
 
 def test_help_and_version():

@@ -13,6 +13,7 @@
 #include "call/mask.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
+#include "cuda/papers/counts.h"
 #include "engine/workspace.h"
 #include "fulgur/error.h"
 
@@ -115,6 +116,7 @@ class CardEngine final : public Engine {
     const Card planned = as_planned(card_, architecture_);
     Reasons reasons;
     const Candidates all = ranked(p, families_of(card_.target, p.algorithm), planned, {}, &reasons);
+    papers::add_counts(p, *all.at(0), &reasons);
     return std::make_unique<CardExecutable>(p, card_, planned, all.at(0), std::move(reasons));
   }
   std::unique_ptr<const AppendStep> append_step(const Problem&, int) const override {

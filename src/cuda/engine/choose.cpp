@@ -7,6 +7,7 @@
 #include <optional>
 #include <utility>
 
+#include "cuda/papers/counts.h"
 #include "fulgur/error.h"
 
 namespace fulgur::cuda {
@@ -111,8 +112,8 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
   return sorted(problem, all, cycles, "predicted", reasons);
 }
 
-std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool invariant, Gpu& gpu,
-                                            Reasons reasons) {
+std::unique_ptr<const Executable> load_best(const Candidates& candidates, const Problem& problem,
+                                            Gpu& gpu, Reasons reasons) {
   const auto defect_of = [&](const Candidate& candidate) {
     const std::vector<KernelUse> kernels = candidate.kernels();
     if (kernels.empty()) return std::string();
@@ -123,16 +124,20 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool i
   Reasons passed_over = reasons;
   for (const auto& candidate : candidates) {
     const std::string why = defect_of(*candidate);
-    if (why.empty()) return candidate->executable(gpu, passed_over);
+    if (why.empty()) {
+      papers::add_counts(problem, *candidate, &passed_over);
+      return candidate->executable(gpu, passed_over);
+    }
     if (defect.empty()) defect = why;
     passed_over.rejected.push_back(fmt::format("tile {}: {}", candidate->tile.text(), why));
-    if (invariant) break;
+    if (problem.invariant) break;
   }
   reasons.details.add("kernel_defect", defect);
   reasons.decisions.push_back(
       fmt::format("the compiled kernel is slower than it looks: it {}; {}", defect,
-                  invariant ? "the tile of an invariant call depends on nothing else"
-                            : "so is that of every other tile"));
+                  problem.invariant ? "the tile of an invariant call depends on nothing else"
+                                    : "so is that of every other tile"));
+  papers::add_counts(problem, *candidates.at(0), &reasons);
   return candidates.at(0)->executable(gpu, reasons);
 }
 

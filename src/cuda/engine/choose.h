@@ -23,7 +23,7 @@ Candidates ranked(const Problem& problem, std::span<const Family* const> familie
 /// The plan of the first candidate whose kernel the compiler keeps in registers and in order; of
 /// the very first, where that is true of none, and with `invariant`: which kernels spill depends on
 /// what a batch is made of.
-std::unique_ptr<const Executable> load_best(const Candidates& candidates, bool invariant, Gpu& gpu,
-                                            Reasons reasons);
+std::unique_ptr<const Executable> load_best(const Candidates& candidates, const Problem& problem,
+                                            Gpu& gpu, Reasons reasons);
 
 }  // namespace fulgur::cuda

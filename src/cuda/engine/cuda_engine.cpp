@@ -46,7 +46,7 @@ class CudaEngine final : public Engine {
     Gpu& gpu = attending_gpu(p.device.index);
     Reasons reasons;
     const Candidates candidates = candidates_of(p, gpu, &reasons);
-    return load_best(candidates, p.invariant, gpu, std::move(reasons));
+    return load_best(candidates, p, gpu, std::move(reasons));
   }
   std::unique_ptr<const Executable> plan_fused(const Problem& p, std::string* why) const override {
     if (p.prefix_groups > 0) {

@@ -100,6 +100,9 @@ TEST_F(DocumentedDetails, AreAll) {
   ForwardCall masked = forward_call({});
   masked.options.mask_mod = parse_expression("q >= k");
   add(masked.args, masked.options);
+  ForwardCall of_a_paper = forward_call({});
+  of_a_paper.options.algorithm = "fa1";
+  add(of_a_paper.args, of_a_paper.options);
   add_forward({.dtype = DType::kE4M3, .fast_codes = true});
   add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
   add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});
