@@ -1,12 +1,11 @@
 #include "cuda/papers/counts.h"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "cuda/common/kernel_key.h"
 #include "cuda/papers/plain_call.h"
 #include "kernels/host_device/mask.h"
+#include "kernels/host_device/strips.h"
 
 namespace fulgur::cuda::papers {
 namespace {
@@ -114,22 +113,28 @@ Counts flash1(const Tiled& t, int64_t ctas) {
   return c;
 }
 
-/// Algorithm 1 of FlashAttention-2: O, l and m stay where they are computed.
-Counts flash2(const Tiled& t) {
+/// Algorithm 1 of FlashAttention-2: O, l and m stay where they are computed. `strip`: so many rows
+/// of a block compute the tiles that they see.
+Counts flash2(const Tiled& t, int64_t strip) {
   const Problem& p = t.p;
-  int64_t visits = 0, keys = 0;
+  const auto tiles_seen = [&](int64_t row, int64_t rows) {
+    return kernels::key_tiles(t.band, t.lengths(), static_cast<int>(t.Bc), static_cast<int>(row),
+                              static_cast<int>(std::min(row + rows, p.sq) - 1));
+  };
+  int64_t keys = 0, scores = 0;
   for (int64_t row = 0; row < p.sq; row += t.Br) {
-    const kernels::KeyTiles seen =
-        kernels::key_tiles(t.band, t.lengths(), static_cast<int>(t.Bc), static_cast<int>(row),
-                           static_cast<int>(std::min(row + t.Br, p.sq) - 1));
-    visits += seen.end - seen.begin;
+    const kernels::KeyTiles seen = tiles_seen(row, t.Br);
     if (seen.end > seen.begin) keys += std::min(seen.end * t.Bc, p.sk) - seen.begin * t.Bc;
+    for (int64_t first = row; first < std::min(row + t.Br, p.sq); first += strip) {
+      const kernels::KeyTiles of_strip = tiles_seen(first, strip);
+      scores += (of_strip.end - of_strip.begin) * strip * t.Bc;
+    }
   }
   Counts c;
   c.read = t.heads() * (p.sq * p.d + keys * (p.d + p.dv)) * t.element();
   c.written = t.rows() * (p.dv * t.element() + (p.has(Arg::kLse) ? kFloat : 0));
-  c.products = t.heads() * visits * t.Br * t.Bc * (t.d + t.dv);
-  c.exponentials = t.heads() * visits * t.Br * t.Bc;
+  c.products = t.heads() * scores * (t.d + t.dv);
+  c.exponentials = t.heads() * scores;
   c.by_scores = true;
   return c;
 }
@@ -169,8 +174,8 @@ Counts counts_of(const Tiled& t, const Explanation& plan) {
     c.counts_bytes = t.p.algorithm != Algorithm::kFa3;
     return c;
   }
-  return t.p.algorithm == Algorithm::kFa1 ? flash1(t, plan.details.get<int64_t>("ctas"))
-                                          : flash2(t);
+  if (t.p.algorithm == Algorithm::kFa1) return flash1(t, plan.details.get<int64_t>("ctas"));
+  return flash2(t, t.p.algorithm == Algorithm::kFa3 ? int64_t{kernels::kStripRows} : t.Br);
 }
 
 }  // namespace

@@ -19,9 +19,9 @@ constexpr StridedTensor BackwardParams::*kInputs[] = {&BackwardParams::q, &Backw
 KernelUse keys_kernel(const BackwardPlan& plan) {
   BackwardKey key = plan;
   key.has_dlse = false;  // the kernel that prepares rows knows of it
-  return {{"portable/backward/keys.cu", kernel_config(key)},
-          "fulgur_portable_backward",
-          plan.shared_bytes};
+  const char* const source =
+      plan.roles == 1 ? "portable/backward/keys.cu" : "portable/backward/keys_wide.cu";
+  return {{source, kernel_config(key)}, "fulgur_portable_backward", plan.shared_bytes};
 }
 
 /// dK and dV of splits.
@@ -72,8 +72,8 @@ std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
 BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
                                        Explanation explanation)
     : BackwardPassExecutable(problem, gpu, std::move(explanation), plan, plan,
-                             workspace_of(problem, plan), std::size(kInputs), /*p_log2=*/0, kRounds,
-                             bias_gradient_kernel(plan)),
+                             workspace_of(problem, plan), std::size(kInputs), plan.p_log2(),
+                             kRounds, bias_gradient_kernel(plan)),
       plan_(plan),
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;

@@ -7,10 +7,12 @@
 
 namespace fulgur::cuda::portable {
 
-/// What kernel_config.h fixes at compile time of portable/backward/keys.cu.
+/// What kernel_config.h fixes at compile time of portable/backward/keys.cu and keys_wide.cu.
 struct BackwardKey : AnyBackwardKey {
-  int key_warps = 0;             ///< that share the keys; a second one has the same keys
+  int warps = 0;
+  int roles = 0;                 ///< 2: half of the warps compute P and dV, half dS and dK
   int stages = 0;                ///< buffers of Q and dO
+  int ds_stages = 0;             ///< buffers of P and dS
   bool whole_columns = false;    ///< d and dv are head_dim and value_dim
   bool stores_matrices = false;  ///< P and dS are stored by matrices
   bool whole_heads = false;      ///< a CTA has all key blocks of a kv head (FlashAttention)
@@ -19,9 +21,10 @@ struct BackwardKey : AnyBackwardKey {
   template <class F>
   void for_each_field(const F& f) const {
     AnyBackwardKey::for_each_field(f);
-    f("kKeyWarps", key_warps);
+    f("kWarps", warps);
+    f("kRoles", roles);
     f("kStages", stages);
-    f("kDsStages", ds_stages());
+    f("kDsStages", ds_stages);
     f("kWholeColumns", whole_columns);
     f("kStoresMatrices", stores_matrices);
     f("kWholeHeads", whole_heads);
@@ -29,12 +32,13 @@ struct BackwardKey : AnyBackwardKey {
   }
   bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
-  /// Buffers of P and dS: with two a step takes one barrier, if the next step is there by then.
-  int ds_stages() const { return stages > 2 ? 2 : 1; }
-  int threads() const { return 2 * 32 * key_warps; }
+  int threads() const { return 32 * warps; }
+  /// The kernel by keys computes 2^p_log2 P: as f16, in which P passes from role to role, that is a
+  /// normal number for P from 2^-26 on.
+  double p_log2() const { return roles == 2 && dtypes.out == DType::kBF16 ? 12 : 0; }
   kernels::PortableBackwardLayout layout() const {
     return kernels::portable_backward_layout(
-        {operands_of(*this), head_dim, value_dim, block_rows, block_keys, stages, ds_stages()});
+        {operands_of(*this), head_dim, value_dim, block_rows, block_keys, stages, ds_stages});
   }
 };
 

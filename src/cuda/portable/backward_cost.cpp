@@ -28,16 +28,17 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
   const double products = 2 * scores * (3 * d + 2 * dv) / card.mma_rate;
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;
-  // K and V by two warps of the same keys, Q and dO by each of the keys' warps for scores, and by
-  // all warps, half of their columns, for gradients; for dQ, dS by each group of columns.
-  const double warps = plan.key_warps;
-  const double bytes =
-      2 * (2 * keys * (2 * d + dv) + warps * rows * 2 * (d + dv)) + 2 * scores * (2 + 2 + warps);
+  // K and V by the two warps of a role that have the same keys; Q and dO by the key warps of a role
+  // for scores, and, half of the columns by each of its warps, for gradients; K for dQ by two
+  // groups of rows, dS by each group of columns.
+  const double groups = plan.warps / 2.0, key_warps = groups / plan.roles;
+  const double bytes = 2 * (2 * keys * (2 * d + dv) + key_warps * rows * 2 * (d + dv)) +
+                       2 * scores * (2 + 2 + groups);
   const double shared = bytes / kSharedBytes;
   const double added = rows * d * 4 / kAddedBytes;
   const double longest = std::max({products, scalar, exponentials, shared, added});
   const double others = products + scalar + exponentials + shared + added - longest;
-  const int barriers = 4 - plan.stages;
+  const int barriers = plan.roles == 2 ? 3 : 4 - plan.stages;
   return longest + kNotHidden * others + kBarrierCycles * barriers;
 }
 

@@ -16,13 +16,13 @@ namespace {
 /// in registers; with more keys or dims it would spill.
 struct BackwardTile {
   int above_dim, max_dim;
-  int block_rows, block_keys, key_warps;
+  int block_rows, block_keys, warps, roles;
   bool biased;  ///< also where a dense bias takes registers for its addresses
 };
 constexpr BackwardTile kBackwardTiles[] = {
-    {0, 64, 64, 128, 4, false},  {0, 64, 32, 64, 4, true},    {64, 128, 64, 128, 4, false},
-    {64, 128, 32, 64, 4, true},  {128, 192, 64, 64, 4, true}, {128, 192, 32, 64, 4, true},
-    {192, 256, 64, 64, 4, true}, {192, 256, 32, 64, 4, true}, {192, 256, 32, 32, 2, true},
+    {0, 64, 64, 128, 8, 1, false},  {0, 64, 32, 64, 8, 1, true},    {64, 128, 64, 128, 8, 1, false},
+    {64, 128, 32, 64, 8, 1, true},  {128, 192, 64, 64, 8, 2, true}, {128, 192, 32, 64, 8, 2, true},
+    {192, 256, 64, 64, 8, 2, true}, {192, 256, 32, 64, 8, 2, true}, {192, 256, 32, 32, 4, 2, true},
 };
 constexpr int kMaxStages = 3;
 constexpr int kFewKeyBlocks = 2;  // an SM: with four splits were 1 to 4% slower
@@ -67,13 +67,18 @@ kernels::BlockSchedule schedule(const Problem& p, const BackwardPlan& plan, int 
   return blocks;
 }
 
-/// As many stages as fit; false where one does not.
+/// As many buffers as fit; false where one does not. With one role there are two of P and dS where
+/// there are three of Q and dO.
 bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   for (plan.stages = kMaxStages; plan.stages > 0; --plan.stages) {
-    plan.shared_bytes = plan.layout().bytes;
-    if (plan.shared_bytes <= shared_bytes) return true;
+    const bool two = plan.roles == 2 || plan.stages == kMaxStages;
+    const bool one = plan.roles == 2 || !two;
+    for (plan.ds_stages = two ? 2 : 1; plan.ds_stages >= (one ? 1 : 2); --plan.ds_stages) {
+      plan.shared_bytes = plan.layout().bytes;
+      if (plan.shared_bytes <= shared_bytes) return true;
+    }
   }
-  plan.stages = 1;
+  plan.stages = plan.ds_stages = 1;
   plan.shared_bytes = plan.layout().bytes;
   return false;
 }
@@ -146,7 +151,8 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     Fitting<BackwardPlan> t{plan_of(p, card), 0, {}};
     t.plan.block_rows = tile.block_rows;
     t.plan.block_keys = tile.block_keys;
-    t.plan.key_warps = tile.key_warps;
+    t.plan.warps = tile.warps;
+    t.plan.roles = tile.roles;
     if (!derive_stages(t.plan, card.shared_bytes)) {
       rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
                                       t.plan.tile().text(), t.plan.shared_bytes,
@@ -165,9 +171,9 @@ Explanation describe(const BackwardPlan& plan) {
   e.Bc = plan.block_keys;
   const bool ordered = plan.dq_method == DqMethod::kOrdered;
   describe_tile(plan.tile(), plan, e.details);
-  e.details.add("warps", plan.threads() / 32);
+  e.details.add("warps", plan.warps);
   e.details.add("stages", plan.stages);
-  e.details.add("ds_stages", plan.ds_stages());
+  e.details.add("ds_stages", plan.ds_stages);
   e.details.add("shared_bytes", plan.shared_bytes);
   e.details.add("ctas", plan.ctas());
   e.details.add("dq", ordered ? "ordered" : "atomic");
@@ -175,13 +181,14 @@ Explanation describe(const BackwardPlan& plan) {
   e.decisions.push_back(fmt::format(
       "mma.sync: key blocks of {} keys for dK and dV, steps of {} rows; d {} and dv {} as computed",
       plan.block_keys, plan.block_rows, plan.head_dim, plan.value_dim));
-  e.decisions.push_back(
-      fmt::format("{} of Q and dO, {} of P and dS: {} bytes of shared memory, {} of a step",
-                  plan.stages == 1 ? "1 buffer" : fmt::format("{} buffers", plan.stages),
-                  plan.ds_stages(), plan.shared_bytes,
-                  plan.stages == 3   ? "1 barrier"
-                  : plan.stages == 2 ? "2 barriers"
-                                     : "3 barriers"));
+  const auto buffers = [](int count) {
+    return count == 1 ? std::string("1 buffer") : fmt::format("{} buffers", count);
+  };
+  e.decisions.push_back(fmt::format(
+      "{} warps, {}; {} of Q and dO, {} of P and dS: {} bytes of shared memory", plan.warps,
+      plan.roles == 2 ? "half of them for P and dV, half for dS and dK"
+                      : "each for P, dS, dV and dK",
+      buffers(plan.stages), buffers(plan.ds_stages), plan.shared_bytes));
   e.decisions.push_back(fmt::format(
       "dQ accumulated in f32, additions {}",
       plan.whole_heads ? "by the one CTA of a kv head, key block by key block: deterministic"

@@ -100,7 +100,7 @@ TEST_F(DocumentedDetails, AreAll) {
   ForwardCall masked = forward_call({});
   masked.options.mask_mod = parse_expression("q >= k");
   add(masked.args, masked.options);
-  ForwardCall of_a_paper = forward_call({});
+  BackwardCall of_a_paper = backward_call({});
   of_a_paper.options.algorithm = "fa1";
   add(of_a_paper.args, of_a_paper.options);
   add_forward({.dtype = DType::kE4M3, .fast_codes = true});

@@ -6,29 +6,11 @@
 // added to dq_accum in f32, which backward/round.cu rounds; with kOrderedDq in the order of the key blocks, by a
 // semaphore of each row tile. With kSplits several CTAs share the q heads of a key block, and reduce.cu adds their dK
 // and dV. With kWholeHeads a CTA has all key blocks of a kv head, one after another, as in FlashAttention (2022),
-// algorithm 4. docs/kernels/portable.md derives the tiles.
-#include "attention/dropout.cuh"
-#include "device/score.cuh"
-#include "device/semaphore.cuh"
-#include "portable/backward/partials.cuh"
-#include "portable/backward/products.cuh"
+// algorithm 4. docs/kernels/portable.md derives the tiles. Above d 128 keys_wide.cu computes the same.
+#include "portable/backward/keys.cuh"
 
-// The key block of this CTA. With kOrderedDq CTAs take them in the order in which they start, so that those that have
-// earlier ones run or have ended.
-__device__ __forceinline__ Keys keys_of_cta(const BackwardParams& p, u32 smem) {
-  int number = blockIdx.x;
-  if constexpr (kOrderedDq != 0) {
-    if (threadIdx.x == 0) store_shared(smem + kLayout.number, take_ticket(p.counters, gridDim.x - 1));
-    __syncthreads();
-    number = uniform(load_shared(smem + kLayout.number));
-  }
-  const BlockOfHead at = block_of(p.key_blocks, number);
-  const int splits = kSplits ? p.splits : 1;
-  const int heads = p.hq / p.group;
-  const int head_of_all = at.batch_head / splits;
-  const int batch = head_of_all / heads;
-  return {at.block, head_of_all - batch * heads, batch, lengths_of(p, batch), at.batch_head - head_of_all * splits};
-}
+enum : int { kOneBarrier = kStages == 3 };  // of a step
+static_assert(kRoles == 1 && kDsStages == 1 + kOneBarrier);
 
 // P^T and dS^T of a warp in a step, from S^T in S and, but for dropout, dP^T - D in X.
 __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
@@ -94,150 +76,6 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
   }
 }
 
-// -D of each row, to which dP^T is added; zeros with dropout.
-__device__ __forceinline__ void start_from_delta(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part,
-                                                 u32 statistics) {
-  statistics += 4 * (kBlockRows + part.half * kHalfRows + thread_column());
-#pragma unroll
-  for (int j = 0; j < kHalfRows / 8; ++j) {
-    float delta[2] = {};
-    if (!kDropout) load_shared_pair(statistics + 32 * j, delta[0], delta[1]);
-#pragma unroll
-    for (int t = 0; t < kKeyTiles; ++t)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) X[t][4 * j + i] = delta[i & 1];
-  }
-}
-
-// Adds four sums of a thread to dq_accum, or stores them. `to`: 128 floats of a warp.
-__device__ __forceinline__ void add_four(float* to, const float* x, bool stores) {
-  const int lane = threadIdx.x % 32;
-  if constexpr (kDqByFours != 0) {
-    to += 4 * lane;
-    if (stores) *reinterpret_cast<float4*>(to) = {x[0], x[1], x[2], x[3]};
-    else
-      asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
-                   "f"(x[3])
-                   : "memory");
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (stores) to[32 * i + lane] = x[i];
-      else asm volatile("red.global.add.f32 [%0], %1;" ::"l"(to + 32 * i + lane), "f"(x[i]) : "memory");
-    }
-  }
-}
-
-// dQ += dS K of a warp. `statistics`: the index of the step's first row.
-__device__ __forceinline__ void add_dq(const BackwardParams& p, const Part& part, long long statistics, bool stores,
-                                       u32 ds, u32 keys) {
-  const long long row = statistics + part.half * kHalfRows;
-  float* const tile = p.dq_accum + row / 64 * (kDqPanels * kDqTileFloats);
-  const int sixteens = int(row % 64) / 16;
-#pragma unroll
-  for (int unit = 0; unit < kDqUnits; unit += kDqUnitsAtOnce) {
-    float dQ[kRowTiles][8 * kDqUnitsAtOnce] = {};
-    compute_dq(dQ, part, unit, ds, keys);
-#pragma unroll
-    for (int u = 0; u < kDqUnitsAtOnce; ++u) {
-      if (!has_dq_unit(part, unit + u)) continue;
-      const int at = (unit + u) * kKeyWarps;  // a panel is 4 units, of which the warp has one or every second one
-      const int panel = at / 4;
-      const int eights = min_of(8, kHeadDim / 8 - 8 * panel);
-      const int eight = (at % 4 + part.columns) * 2;
-#pragma unroll
-      for (int t = 0; t < kRowTiles; ++t) {
-        float* const to = tile + panel * kDqTileFloats + ((sixteens + t) * eights + eight) * 128;
-        add_four(to, dQ[t] + 8 * u, stores);
-        add_four(to + 128, dQ[t] + 8 * u + 4, stores);
-      }
-    }
-  }
-}
-
-// Stores 16 rows of dK or dV, those of a tile of the warp's keys, of which `rows` exist from the thread's on.
-template <class Type, int dim>
-__device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim)], const Part& part,
-                                               typename Type::Memory* out, long long row_stride, int rows, int dims,
-                                               float scale, Finite<Type>& finite) {
-#pragma unroll
-  for (int unit = 0; unit < units_of(dim); unit += 2)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // rows r and r + 8
-      if constexpr (Type::kType == kF32) {
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = 8 * unit + 4 * j + 2 * half;
-          const int column = 32 * (unit + j / 2) + 16 * part.half + j % 2 * 8 + 2 * int(threadIdx.x % 4);
-          if (at < 8 * units_of(dim)) {
-            store_global_pair(out + 8 * half * row_stride + column, G[at] * scale, G[at + 1] * scale,
-                              rows > 8 * half ? dims - column : 0, half == 0, finite);
-          }
-        }
-      } else {
-        u32 y[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int at = 8 * unit + 4 * j + 2 * half;
-          y[j] = at < 8 * units_of(dim) ? Type::pack(G[at] * scale, G[at + 1] * scale) : 0;
-          if (half == 0) finite.add(y[j]);
-        }
-        quad_transpose(y);
-        const int quad = threadIdx.x % 4;
-        const int column = 32 * (unit + quad / 2) + 16 * part.half + quad % 2 * 8;
-        const bool there = rows > 8 * half && unit + quad / 2 < units_of(dim);
-        store_global_columns<kElements>(out + 8 * half * row_stride + column, y, there ? dims - column : 0);
-      }
-    }
-}
-
-template <class Type, int dim>
-__device__ __forceinline__ void store_gradients(const BackwardParams& p, const Keys& keys, const Part& part,
-                                                const float (&G)[kKeyTiles][8 * units_of(dim)], const StridedTensor& to,
-                                                int dims, float scale) {
-  Finite<Type> finite;
-#pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t) {
-    const int key = keys.first() + part.key + 16 * t + int(thread_row());
-    store_gradient<Type, dim>(G[t], part, row_of<Type>(to, keys.batch, keys.n.k_start + key, keys.head), to.row,
-                              key_rows(p, keys.batch) - key, dims, scale, finite);
-  }
-  finite.report(p.not_finite);
-}
-
-// The same in f32 for reduce.cu, of a split.
-template <int dim>
-__device__ __forceinline__ void store_partial(const BackwardParams& p, const Keys& keys, const Part& part,
-                                              const float (&G)[kKeyTiles][8 * units_of(dim)], float* partial) {
-  const int quad = threadIdx.x % 4;
-#pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t) {
-    float* const row = partial_row<dim>(p, partial, keys.batch, keys.head, keys.split,
-                                        keys.first() + part.key + 16 * t + int(thread_row()));
-#pragma unroll
-    for (int i = 0; i < 8 * units_of(dim); i += 2) {
-      const int column = i / 8 * 32 + 16 * part.half + i / 4 % 2 * 8 + 2 * quad;
-      if (column < dim) *reinterpret_cast<float2*>(row + i / 2 % 2 * 8 * dim + column) = {G[t][i], G[t][i + 1]};
-    }
-  }
-}
-
-// The thread that passes semaphores on: of another warp than the one that waits for them.
-enum : int { kReleases = kThreads - 32 };
-
-// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next, which with a map is 1 + the
-// last one that has added.
-__device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
-  return p.dq_semaphore + step.statistics(p, keys) / kBlockRows;
-}
-
-// Its value when it is the turn of a step. A warp asks together.
-__device__ __forceinline__ int turn_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
-  if constexpr (kMapsTiles)
-    return seen_block_before(p, keys.batch, step.head(), step.tile(), keys.block, p.key_blocks.blocks, true);
-  return keys.block;
-}
-
 extern __shared__ __align__(1024) unsigned char raw[];
 
 // dK and dV of a key block, and what it adds to dQ.
@@ -248,7 +86,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
                                              keys.first(), keys.n.sk);
   start_rows<ElementV, kBlockKeys, kValueDim>(smem + kLayout.v, p.v, p.dv, keys.batch, keys.n.k_start, keys.head,
                                               keys.first(), keys.n.sk);
-  StepLoader loader(p, smem, keys);
+  StepLoader<kOfBoth> loader(p, smem, keys);
   loader.start();
   if (kOneBarrier) {
     async_copy_wait<0>();

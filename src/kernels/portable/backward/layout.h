@@ -7,9 +7,10 @@
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
 //   kBlockRows      Br: rows of Q of a step, 32 or 64
 //   kBlockKeys      Bc: keys of a CTA
-//   kKeyWarps       so many warps share the keys, each 16 or 32 of them. A second warp has the same keys
-//   kStages         buffers of Q and dO. With three, a step takes one barrier, and with fewer two or three
-//   kDsStages       buffers of P and dS, 2 with three stages
+//   kWarps          of a CTA
+//   kRoles          2: half of the warps compute P and dV, half dS and dK; 1: each computes all
+//   kStages         buffers of Q and dO
+//   kDsStages       buffers of P and dS
 //   kDqMethod       a DqMethod: kAtomic or kOrdered
 //   kDqParts        1: semaphores of a row tile
 //   kDqByFours      1: four sums of dQ are added at once, where the target can (red.v4)
@@ -22,7 +23,7 @@
 //                   as in sm90/forward/params.h
 //   kHasDlse, kElements    as in backward/params.h
 //
-// A launch is a CTA of 64 * kKeyWarps threads for each key block, or for each split of it or kv head.
+// A launch is a CTA of 32 * kWarps threads for each key block, or for each split of it or kv head.
 #pragma once
 #include "host_device/element.h"
 

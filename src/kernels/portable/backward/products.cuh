@@ -102,6 +102,17 @@ __device__ __forceinline__ void store_weights(const Weights& W, const Part& part
     }
 }
 
+// Loads what store_weights has stored of a warp.
+__device__ __forceinline__ void load_weights(Weights& W, const Part& part, u32 from) {
+  const u32 lane = lane_of_warp();
+  from = weights_at(from, part.key + lane % 16, lane / 16) ^ part.half * kHalfRows * 2;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; i += 4)
+      load_shared_matrices((from ^ i / 2 << 4) + t * 16 * kPanelRowBytes, W[t] + i);
+}
+
 // G += W^T X: W are the warp's keys and all rows, half of them its own and half in the tile at `weights`; X is the tile
 // at `rows`.
 template <class Type, int dim>
@@ -142,11 +153,11 @@ __device__ __forceinline__ void add_gradient(float (&G)[kKeyTiles][8 * units_of(
 }
 
 // Units of dQ that a warp has, at most, and how many of them it computes at once.
-enum : int { kDqUnits = (kHeadDim / 16 + kKeyWarps - 1) / kKeyWarps, kDqUnitsAtOnce = kDqUnits < 2 ? kDqUnits : 2 };
+enum : int { kDqUnits = (kHeadDim / 16 + kDqGroups - 1) / kDqGroups, kDqUnitsAtOnce = kDqUnits < 2 ? kDqUnits : 2 };
 
 __device__ __forceinline__ bool has_dq_unit(const Part& part, int unit) {
   if (unit >= kDqUnits) return false;
-  return kHeadDim / 16 % kKeyWarps == 0 || unit * kKeyWarps + part.columns < kHeadDim / 16;
+  return kHeadDim / 16 % kDqGroups == 0 || unit * kDqGroups + part.columns < kHeadDim / 16;
 }
 
 // dQ of units [unit, unit + kDqUnitsAtOnce): dS is the tile at `ds`, K that at `keys`.
@@ -163,7 +174,7 @@ __device__ __forceinline__ void compute_dq(float (&dQ)[kRowTiles][8 * kDqUnitsAt
       load_shared_matrices_transposed((ds ^ t * 32) + key * kPanelRowBytes, a[t]);
 #pragma unroll
     for (int u = 0; u < kDqUnitsAtOnce; ++u) {
-      const int column = (unit + u) * 16 * kKeyWarps;
+      const int column = (unit + u) * 16 * kDqGroups;
       if (!has_dq_unit(part, unit + u)) continue;
       u32 b[4];
       load_shared_matrices_transposed((keys ^ column % 64 * 2) + column / 64 * kKeyPanelBytes + key * kPanelRowBytes,

@@ -10,29 +10,33 @@
 __device__ constexpr PortableBackwardLayout kLayout = portable_backward_layout(
     {kOperands, kHeadDim, kValueDim, kBlockRows, kBlockKeys, kStages, kDsStages});
 
+// What a warp computes in a step: all of it (keys.cu), P and dV, or dS and dK (keys_wide.cu).
+enum Role : int { kOfBoth, kOfValues, kOfKeys };
+
 enum : int {
-  kWarps = 2 * kKeyWarps,
   kThreads = 32 * kWarps,
+  kRoleThreads = kThreads / kRoles,
+  kKeyWarps = kWarps / kRoles / 2,       // of a role, which share the keys
+  kDqGroups = kWarps / 2,                // of columns of dQ
   kWarpKeys = kBlockKeys / kKeyWarps,
   kKeyTiles = kWarpKeys / 16,            // of 16 keys, of a warp
-  kHalfRows = kBlockRows / 2,            // rows of a step of which a warp computes P and dS, and dQ
+  kHalfRows = kBlockRows / 2,            // rows of a step of which a warp computes P or dS, and dQ
   kRowTiles = kHalfRows / 16,            // of 16 rows
   kKeyPanelBytes = kBlockKeys * kPanelRowBytes,
   kRowPanelBytes = kBlockRows * kPanelRowBytes,
-  kOneBarrier = kStages == 3,            // of a step
   // K and V of a warp stay in registers.
-  kKeepsKeys = kOneBarrier && kHeadDim <= 64 && kValueDim <= 64,
+  kKeepsKeys = kRoles == 1 && kStages == 3 && kHeadDim <= 64 && kValueDim <= 64,
 };
-static_assert(kDsStages == 1 + kOneBarrier);
 
 // The part of a warp: keys [key, key + kWarpKeys) of the block, half of the rows and half of the columns of dK and dV.
 struct Part {
   int key, half;
-  int columns;  // of dQ: one of kKeyWarps interleaved groups
+  int columns;  // of dQ: one of kDqGroups interleaved groups
 };
 __device__ __forceinline__ Part part_of_warp() {
   const int warp = uniform(threadIdx.x / 32);
-  return {warp / 2 * kWarpKeys, warp % 2, warp / 2};
+  const int pair = kRoles == 1 ? warp / 2 : warp / 2 % kKeyWarps;
+  return {pair * kWarpKeys, warp % 2, warp / 2};
 }
 
 // A key block with the sequence and the kv head that it belongs to, and which split of its q heads, kSplits.
@@ -119,21 +123,24 @@ class Steps : public StepsIf<kMapsTiles != 0, BackwardParams>::Type {
   }
 };
 
-// Starts copies of rows [row, row + rows) of a head, of which `count` exist: the others become zeros, as they would
-// meet P = 0 or dS = 0, and 0 * NaN is NaN.
+// Starts copies of rows [row, row + rows) of a head by the threads of a role, of which `count` exist: the others become
+// zeros, as they would meet P = 0 or dS = 0, and 0 * NaN is NaN.
 template <class Type, int rows, int columns>
 __device__ __forceinline__ void start_rows(u32 to, const StridedTensor& t, int dim, int batch, int start, int head,
                                            int row, int count) {
   const typename Type::Memory* const from = row_of<Type>(t, batch, start + row, head);
+  const u32 thread = kRoles == 1 ? threadIdx.x : threadIdx.x % kRoleThreads;
   if (row + rows <= count) {
-    copy_rows<Type, kThreads, rows, columns, true>(to, t.data, dim, [&](int i) { return from + i * t.row; });
+    copy_rows<Type, kRoleThreads, rows, columns, true>(
+        to, t.data, dim, [&](int i) { return from + i * t.row; }, thread);
   } else {
-    copy_rows<Type, kThreads, rows, columns, false>(
-        to, t.data, dim, [&](int i) { return row + i < count ? from + i * t.row : nullptr; });
+    copy_rows<Type, kRoleThreads, rows, columns, false>(
+        to, t.data, dim, [&](int i) { return row + i < count ? from + i * t.row : nullptr; }, thread);
   }
 }
 
-// Q, dO and the statistics of steps on their way to buffers, one step after the other.
+// What a role multiplies first, on its way to buffers, one step after the other: Q and LSE, dO and D, or all.
+template <Role role>
 class StepLoader {
  public:
   __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem, const Keys& keys)
@@ -144,15 +151,15 @@ class StepLoader {
     if (steps_.more()) {
       const u32 to = smem_ + kLayout.stages + stage_ * kLayout.stage_bytes;
       const Lengths& n = keys_.n;
-      start_rows<ElementQ, kBlockRows, kHeadDim>(to, p_.q, p_.d, keys_.batch, n.q_start, steps_.head(), steps_.row(),
-                                                 n.sq);
-      start_rows<ElementO, kBlockRows, kValueDim>(to + kLayout.dout, p_.dout, p_.dv, keys_.batch, n.q_start,
-                                                  steps_.head(), steps_.row(), n.sq);
-      const int i = threadIdx.x;
-      if (i < kBlockRows / 2) {
-        const float* from = (i < kBlockRows / 4 ? p_.shift : p_.delta) + steps_.statistics(p_, keys_);
-        async_copy16(smem_ + kLayout.statistics + stage_ * 8 * kBlockRows + 16 * i, from + i % (kBlockRows / 4) * 4);
+      if constexpr (role != kOfKeys) {
+        start_rows<ElementQ, kBlockRows, kHeadDim>(to, p_.q, p_.d, keys_.batch, n.q_start, steps_.head(), steps_.row(),
+                                                   n.sq);
       }
+      if constexpr (role != kOfValues) {
+        start_rows<ElementO, kBlockRows, kValueDim>(to + kLayout.dout, p_.dout, p_.dv, keys_.batch, n.q_start,
+                                                    steps_.head(), steps_.row(), n.sq);
+      }
+      start_statistics();
       steps_.advance();
       stage_ = stage_ + 1 == kStages ? 0 : stage_ + 1;
     }
@@ -160,6 +167,24 @@ class StepLoader {
   }
 
  private:
+  __device__ __forceinline__ void start_statistics() {
+    constexpr int kQuarter = kBlockRows / 4;  // threads for LSE, and for D
+    const u32 to = smem_ + kLayout.statistics + stage_ * 8 * kBlockRows;
+    if constexpr (role == kOfBoth) {
+      const int i = threadIdx.x;
+      if (i < 2 * kQuarter) {
+        const float* from = (i < kQuarter ? p_.shift : p_.delta) + steps_.statistics(p_, keys_);
+        async_copy16(to + 16 * i, from + i % kQuarter * 4);
+      }
+    } else {
+      const int i = threadIdx.x % kRoleThreads;
+      if (i < kQuarter) {
+        async_copy16(to + (role == kOfKeys ? 4 * kBlockRows : 0) + 16 * i,
+                     (role == kOfKeys ? p_.delta : p_.shift) + steps_.statistics(p_, keys_) + 4 * i);
+      }
+    }
+  }
+
   const BackwardParams& p_;
   u32 smem_;
   const Keys& keys_;

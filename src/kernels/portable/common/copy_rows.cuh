@@ -5,15 +5,16 @@
 #include "device/mma_sync.cuh"
 #include "device/operands.cuh"
 
-// Starts the copies of this thread's part, of `threads`, of a tile of `rows` rows to the panels at `to`: eight threads
+// Starts the copies of the part of `thread`, of `threads`, of a tile of `rows` rows to the panels at `to`: eight threads
 // copy 128 bytes of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes zeros, and
 // so do columns from `dim` on. `whole`: all rows are there.
 template <class Type, int threads, int rows, int columns, bool whole, class RowAt>
-__device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at) {
+__device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at,
+                                          u32 thread = threadIdx.x) {
   constexpr int kStep = threads / 8;
   static_assert(rows % kStep == 0);
   const u32 lane = lane_of_warp();
-  const int first = threadIdx.x / 32 * 4 + lane / 8;
+  const int first = thread / 32 * 4 + lane / 8;
   const int column = lane % 8 * 8;
   to += swizzled(first, lane % 8);
 #pragma unroll

@@ -1,0 +1,263 @@
+// Attention backward for every GPU since Ampere as in keys.cu, for d or dv above 128, where registers hold dK and dV of 64
+// keys: half of the warps compute P and dV, the other half dS and dK, so that a warp has 32 keys in each product, and the
+// products of one role run beside the exponentials of the other. Each role copies what it multiplies first, and its warps
+// alone meet where a step begins; P passes from role to role through shared memory.
+#include "portable/backward/keys.cuh"
+
+enum : int {
+  // Factors of dS pass from role to role as f16, which has more bits than bf16, and the range that 2^p_log2 P needs.
+  kHalfFactors = ElementP::kType == kBF16 && !kScoreModSlope,
+  // They are others than P: so, and with the slopes of scores, and of what dropout drops. They wait where dS will be.
+  kPassesFactors = kHalfFactors || kHasScoreSlope || kDropout,
+  // Where a step begins all warps meet, as its buffers may be in use until then.
+  kMeetsFirst = kStages == 1 || (kPassesFactors && kDsStages == 1),
+};
+static_assert(kRoles == 2);
+
+// Barriers: of all threads for P and for dS, and of the threads of a role.
+enum : int { kAllMeet, kDsThere, kRoleMeets };
+template <Role role>
+__device__ __forceinline__ void role_meets() {
+  named_barrier_sync(kRoleMeets + role, kRoleThreads);
+}
+
+// P^T of a warp in a step, from S^T in S, which becomes the factors of dS: P, before dropout and with slopes of scores.
+__device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
+                                                const Steps& step, u32 statistics, float (&S)[kKeyTiles][kHalfRows / 2],
+                                                Weights& P) {
+  const Lengths& n = keys.n;
+  const int row = step.row() + part.half * kHalfRows;
+  const bool masked = step.is_masked(p, keys);
+  const ScoreHead of_head = score_head(p, n, keys.batch, step.head());
+  const int query = row + int(thread_column());
+  statistics += 4 * (part.half * kHalfRows + thread_column());
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t) {
+    const int first = keys.first() + part.key + 16 * t;
+    const int key = first + int(thread_row());
+    const ScoreContext at = score_context(of_head, query, diagonal_of(band_of(p), n, query), key);
+    Kept<kHalfRows> kept;
+    if (kDropout)
+      kept = kept_transposed<kHalfRows>(p, smem + kLayout.dropout_key, dropout_head(p, keys.batch, step.head()), row,
+                                        first);
+    float slopes[kHasScoreSlope ? kHalfRows / 2 : 1];
+#pragma unroll
+    for (int j = 0; j < kHalfRows / 8; ++j) {
+      float shift[2];
+      load_shared_pair(statistics + 32 * j, shift[0], shift[1]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float& x = S[t][4 * j + i];
+        const ScoreContext entry = at.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
+        if (kHasScoreSlope) slopes[4 * j + i] = score_slope(p, entry, x);
+        x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias_of(p, entry), shift[i & 1], p.p_log2));
+      }
+    }
+    if (masked) {
+      hide_rows(S[t], visible_rows<kHalfRows>(p, n, key, row));
+      if constexpr (kMapsTiles) {
+#pragma unroll
+        for (int i = 0; i < kHalfRows / 2; ++i)
+          if (mask_mod_hides(p, at.moved(i / 4 * 8 + (i & 1), i & 2 ? 8 : 0))) S[t][i] = 0;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; ++i) {
+      P[t][i] = ElementP::pack(S[t][2 * i], S[t][2 * i + 1]);
+      if (kDropout) P[t][i] &= kept.pair(i);
+    }
+    if (kHasScoreSlope) {
+#pragma unroll
+      for (int i = 0; i < kHalfRows / 2; ++i) S[t][i] *= slopes[i];
+    }
+  }
+}
+
+// dS^T of a warp in a step, from its factors in S and, but for dropout, dP^T - D in X. Where P is 0 counts as dropped.
+__device__ __forceinline__ void gradients_of_step(const BackwardParams& p, const Keys& keys, const Part& part,
+                                                  const Steps& step, u32 statistics,
+                                                  const float (&S)[kKeyTiles][kHalfRows / 2], const Weights& P,
+                                                  float (&X)[kKeyTiles][kHalfRows / 2], Weights& dS) {
+  const int row = step.row() + part.half * kHalfRows;
+  const bool masked = step.is_masked(p, keys);
+  statistics += 4 * (kBlockRows + part.half * kHalfRows + thread_column());
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t) {
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 2; ++i) {
+      if (kDropout) {
+        float delta[2];
+        load_shared_pair(statistics + i / 4 * 32, delta[0], delta[1]);
+        const bool keeps = P[t][i / 2] & (i % 2 ? 0xffff0000 : 0xffff);
+        X[t][i] = __fmaf_rn(keeps ? X[t][i] : 0, p.keep_scale, delta[i & 1]);
+      }
+      X[t][i] *= S[t][i];
+    }
+    if (masked) {
+      const int key = keys.first() + part.key + 16 * t + int(thread_row());
+      hide_rows(X[t], visible_rows<kHalfRows>(p, keys.n, key, row));
+    }
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; ++i) dS[t][i] = ElementDs::pack(X[t][2 * i], X[t][2 * i + 1]);
+  }
+}
+
+// Factors of dS on their way from role to role.
+using ElementFactor = ElementType<kHalfFactors ? kF16 : ElementP::kType>;
+
+__device__ __forceinline__ void store_factors(const float (&S)[kKeyTiles][kHalfRows / 2], const Part& part, u32 to) {
+  Weights packed;
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; ++i) packed[t][i] = ElementFactor::pack(S[t][2 * i], S[t][2 * i + 1]);
+  store_weights(packed, part, to);
+}
+__device__ __forceinline__ void load_factors(float (&S)[kKeyTiles][kHalfRows / 2], const Part& part, u32 from) {
+  Weights packed;
+  load_weights(packed, part, from);
+#pragma unroll
+  for (int t = 0; t < kKeyTiles; ++t)
+#pragma unroll
+    for (int i = 0; i < kHalfRows / 4; ++i) {
+      S[t][2 * i] = ElementFactor::low(packed[t][i]);
+      S[t][2 * i + 1] = ElementFactor::high(packed[t][i]);
+    }
+}
+
+extern __shared__ __align__(1024) unsigned char raw[];
+
+// What a role computes of a key block: dV or dK, and a part of what the block adds to dQ.
+template <Role role>
+__device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem, const Keys& keys) {
+  constexpr bool kP = role == kOfValues, kDs = role == kOfKeys;
+  if (keys.first() >= key_rows(p, keys.batch)) return;
+  const Part part = part_of_warp();
+  if constexpr (kP) {
+    start_rows<ElementK, kBlockKeys, kHeadDim>(smem + kLayout.k, p.k, p.d, keys.batch, keys.n.k_start, keys.head,
+                                               keys.first(), keys.n.sk);
+  }
+  if constexpr (kDs) {
+    start_rows<ElementV, kBlockKeys, kValueDim>(smem + kLayout.v, p.v, p.dv, keys.batch, keys.n.k_start, keys.head,
+                                                keys.first(), keys.n.sk);
+  }
+  StepLoader<role> loader(p, smem, keys);
+  loader.start();
+#pragma unroll
+  for (int stage = 2; stage < kStages; ++stage) loader.start();
+
+  float dK[kDs ? kKeyTiles : 1][8 * units_of(kHeadDim)] = {};
+  float dV[kP ? kKeyTiles : 1][8 * units_of(kValueDim)] = {};
+  KeyOperands<kHeadDim> own_k;
+  KeyOperands<kValueDim> own_v;
+  if constexpr (kP) own_k = key_operands<kHeadDim>(part, smem + kLayout.k);
+  if constexpr (kDs) own_v = key_operands<kValueDim>(part, smem + kLayout.v);
+  int stage = 0;
+  u32 weights = smem + kLayout.weights;
+  int* added = nullptr;  // the semaphore of the step before
+#pragma unroll 1
+  for (Steps step(p, keys); step.more(); step.advance()) {
+    async_copy_wait<max_of(kStages - 2, 0)>();
+    if (kMeetsFirst) named_barrier_sync(kAllMeet, kThreads);
+    else role_meets<role>();
+    int turn = 0, own_turn = 0;
+    if (kOrderedDq && threadIdx.x < 32) own_turn = turn_of(p, keys, step);
+    if (kOrderedDq && threadIdx.x == 0) turn = load_early(semaphore_of(p, keys, step));
+    const u32 q = smem + kLayout.stages + stage * kLayout.stage_bytes;
+    const u32 dout = q + kLayout.dout;
+    const u32 statistics = smem + kLayout.statistics + stage * 8 * kBlockRows;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    Weights P;
+    Weights dS;
+    float S[kKeyTiles][kHalfRows / 2] = {};
+    float X[kKeyTiles][kHalfRows / 2];
+    if constexpr (kP) {
+      add_scores<ElementK, kHeadDim>(S, part, own_k, q);
+      weights_of_step(p, smem, keys, part, step, statistics, S, P);
+      store_weights(P, part, weights);
+      if (kPassesFactors) store_factors(S, part, ds_of(weights));
+    }
+    if constexpr (kDs) {
+      start_from_delta(X, part, statistics);
+      add_scores<ElementV, kValueDim>(X, part, own_v, dout);
+    }
+    if constexpr (kOrderedDq != 0) {
+      // Where it was this block's turn already, the additions before were complete then; those that follow the barrier
+      // go to L2, as they did.
+      if (threadIdx.x == 0)
+        while ((turn & ~kFirstToAdd) != own_turn) turn = load_acquire(semaphore_of(p, keys, step));
+    }
+    named_barrier_sync(kAllMeet, kThreads);  // P is there, and nobody needs the step before
+    if constexpr (kOrderedDq != 0) {
+      if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+      added = semaphore_of(p, keys, step);
+    }
+    if (kStages > 1) loader.start();
+    if constexpr (kP) add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
+    if constexpr (kP) named_barrier_sync(kDsThere, kThreads);
+    if constexpr (kDs) {
+      if (kDropout) load_weights(P, part, weights);
+      load_factors(S, part, kPassesFactors ? ds_of(weights) : weights);
+      gradients_of_step(p, keys, part, step, statistics, S, P, X, dS);
+      store_weights(dS, part, ds_of(weights));
+      named_barrier_arrive(kDsThere, kThreads);
+      role_meets<role>();
+    }
+    const bool stores =
+        kOrderedDq && !kMapsTiles && key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile()).begin == keys.block;
+    add_dq(p, part, step.statistics(p, keys), stores, ds_of(weights), smem + kLayout.k);
+    if constexpr (kDs) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    if (kDsStages == 2) {
+      weights = weights == smem + kLayout.weights ? smem + kLayout.weights + kLayout.weights_bytes
+                                                  : smem + kLayout.weights;
+    }
+    if (kStages == 1) {
+      named_barrier_sync(kAllMeet, kThreads);
+      loader.start();
+    }
+  }
+  if constexpr (kOrderedDq != 0) {
+    named_barrier_sync(kAllMeet, kThreads);
+    if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+  }
+  if constexpr (kDs && kSplits) store_partial<kHeadDim>(p, keys, part, dK, p.partial_dk);
+  if constexpr (kP && kSplits) store_partial<kValueDim>(p, keys, part, dV, p.partial_dv);
+  if constexpr (kDs && !kSplits)
+    store_gradients<ElementDk, kHeadDim>(p, keys, part, dK, p.dk, p.d, p.scale);
+  if constexpr (kP && !kSplits)
+    store_gradients<ElementDv, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
+}
+
+// The key block of this CTA, or all of its kv head.
+template <Role role>
+__device__ __forceinline__ void compute_blocks(const BackwardParams& p, u32 smem, Keys keys) {
+  if constexpr (kWholeHeads != 0) {
+#pragma unroll 1
+    for (; keys.block < p.key_blocks.blocks; ++keys.block) {
+      compute_block<role>(p, smem, keys);
+      async_copy_wait<0>();  // of a block that no row sees, K and V are still on their way
+      named_barrier_sync(kAllMeet, kThreads);
+    }
+  } else {
+    compute_block<role>(p, smem, keys);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
+    fulgur_portable_backward(const __grid_constant__ BackwardParams p) {
+  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  if (kDropout && threadIdx.x == 0) store_dropout_key(p, smem + kLayout.dropout_key);
+  Keys keys;
+  if constexpr (kWholeHeads != 0) {
+    const int heads = p.hq / p.group;
+    keys = {0, int(blockIdx.x) % heads, int(blockIdx.x) / heads};
+    keys.n = lengths_of(p, keys.batch);
+  } else {
+    keys = keys_of_cta(p, smem);
+  }
+  if (threadIdx.x < kRoleThreads) {
+    compute_blocks<kOfValues>(p, smem, keys);
+  } else {
+    compute_blocks<kOfKeys>(p, smem, keys);
+  }
+}
