@@ -197,7 +197,7 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
   key.value_dim = of.value_dim <= 64 ? 64 : of.value_dim <= 128 ? 128 : 256;
   key.dq_method = of.dq_method;
   key.rounds_dq = of.rounds_dq;
-  key.maps_tiles = of.maps_tiles;
+  key.maps_tiles = of.maps_tiles && of.dq_method == DqMethod::kOrdered;
   if (of.accumulates_dq()) key.head_dim = round_up(of.head_dim, kPanelColumns);
   if (of.dq_method == DqMethod::kOrdered) {
     key.dq_parts = of.dq_parts;
@@ -323,8 +323,7 @@ RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBac
     : row_chunks_(std::max(ceil_div(p.sq, kPanelColumns), 1)),
       batch_heads_(static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY))),
       round_threads_(kPanelThreads * kernels::dq_panels_of(key.head_dim)),
-      start_(key.early_starts ? Start::kEarly : Start::kAfterAll),
-      first_start_(key.maps_tiles ? start_ : Start::kAfterAll) {
+      start_(key.early_starts ? Start::kEarly : Start::kAfterAll) {
   prepare_ = gpu.kernel(prepare_kernel(key)).function;
   if (plan.dsinks) sinks_ = gpu.kernel(sinks_kernel(key)).function;
   if (rounds) round_ = gpu.kernel(round_kernel(key)).function;
@@ -332,7 +331,7 @@ RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBac
 
 void RowKernels::launch_first(CUstream stream, const BackwardParams& params) const {
   launch(stream, prepare_, &params, {row_chunks_, batch_heads_}, kPrepareThreads, 0,
-         "launching the kernel that prepares rows", first_start_);
+         "launching the kernel that prepares rows");
   if (sinks_ == nullptr) return;
   launch(stream, sinks_, &params, {params.hq}, kSinksThreads, 0, "launching the kernel of dsinks",
          start_);

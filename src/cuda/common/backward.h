@@ -149,8 +149,7 @@ class RowKernels {
  private:
   CUfunction prepare_ = nullptr, sinks_ = nullptr, round_ = nullptr;
   int row_chunks_ = 0, batch_heads_ = 0, round_threads_ = 0;
-  Start start_ = Start::kAfterAll;        ///< of all but the first
-  Start first_start_ = Start::kAfterAll;  ///< early after the kernels of a map
+  Start start_ = Start::kAfterAll;  ///< of all but the first
 };
 
 /// What the executables of all architectures do, besides.

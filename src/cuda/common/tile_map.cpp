@@ -134,7 +134,7 @@ TileMap::TileMap(const Problem& p, const AnyForwardKey& key, const MapTiles& til
   shape_ = shape_of(p, tiles);
   words_ = words_of(shape_, tiles.by_keys);
   words_of_rows_ = words_of_rows(shape_, tiles);
-  if (tiles.early_starts) later_start_ = Start::kEarly;
+  if (tiles.early_starts) map_starts_ = Start::kEarly;
   hulls_kernel_ = gpu.kernel({request(key, tiles), kHulls, 0}).function;
   map_kernel_ = gpu.kernel({request(key, tiles), kMap, 0}).function;
   if (tiles.of_rows_too) rows_kernel_ = gpu.kernel({request(key, tiles), kMapOfRows, 0}).function;
@@ -163,15 +163,14 @@ void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
                  "launching the kernel of the intervals of mask_mod");
   }
   cuda::launch(stream, map_kernel_, &params, grid(words_), kThreads, 0,
-               "launching the kernel of the map of tiles",
-               hulls_ > 0 ? later_start_ : Start::kAfterAll);
+               "launching the kernel of the map of tiles", map_starts_);
   tell.map = map_;
   tell.map.words = params.words;
   if (rows_kernel_ == nullptr) return;
   const int64_t squares =
       maps * kernels::map_words(shape_.row_blocks) * kernels::map_words(shape_.key_tiles);
   cuda::launch(stream, rows_kernel_, &params, grid(squares), kThreads, 0,
-               "launching the kernel of the map of rows", later_start_);
+               "launching the kernel of the map of rows", map_starts_);
   tell.map_of_rows = map_of_rows_;
   tell.map_of_rows.words = params.words_of_rows;
 }

@@ -43,7 +43,7 @@ class TileMap {
 
  private:
   CUfunction hulls_kernel_ = nullptr, map_kernel_ = nullptr, rows_kernel_ = nullptr;
-  Start later_start_ = Start::kAfterAll;  ///< of all but the first
+  Start map_starts_ = Start::kAfterAll;
   kernels::MapShape shape_{};
   kernels::SeenWords map_{}, map_of_rows_{};  ///< without addresses
   int64_t row_hulls_ = 0, hulls_ = 0, words_ = 0, words_of_rows_ = 0;

@@ -110,8 +110,7 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
   }
   if (kernel_ != nullptr) {
     cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
-                 "launching the forward kernel",
-                 plan_.maps_tiles && values_grid_ == 0 ? Start::kEarly : Start::kAfterAll);
+                 "launching the forward kernel");
   }
   launch_padding(args, stream);
 }

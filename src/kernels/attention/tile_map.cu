@@ -102,7 +102,6 @@ __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map,
 // A warp takes a word, a lane a tile.
 extern "C" __global__ void __launch_bounds__(128) fulgur_tile_map(const __grid_constant__ TileMapParams p) {
   wait_for_earlier_kernels();
-  let_next_kernel_start();
   const MapShape& of = p.shape;
   const int blocks = kMapByKeys ? of.key_tiles : of.row_blocks;
   const int words = map_words(kMapByKeys ? of.row_blocks : of.key_tiles);

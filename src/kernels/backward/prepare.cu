@@ -153,5 +153,4 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
       }
     }
   }
-  if constexpr (kMapsTiles != 0) wait_for_earlier_kernels();  // for the next kernel, which waits for this one alone
 }

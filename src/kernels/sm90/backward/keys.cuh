@@ -120,7 +120,6 @@ __device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader&
 template <class Loader>
 __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   Loader load(p, smem);
-  if constexpr (kMapsTiles != 0) wait_for_earlier_kernels();  // for the map
   const u32 lane = threadIdx.x % 32;
   const Band band = band_of(p);
   const auto take = [&](int first) {

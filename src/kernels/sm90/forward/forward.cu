@@ -13,9 +13,6 @@
 #include "sm90/forward/pipeline.cuh"
 #include "sm90/forward/values.cuh"
 
-enum : int { kEarlyStarts = kMapsTiles };  // after the kernels of a map, which the producer waits for
-#include "device/dependent_launch.cuh"
-
 // Loads the tiles of a q tile that the map shows, and Q before or after the first K.
 template <class Params, class LoadQ, class StripRow>
 __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, const QTile& q_tile, const Lengths& n,
@@ -38,7 +35,6 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
 
 __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Loader load(p, smem);
-  if constexpr (kMapsTiles) wait_for_earlier_kernels();
   bool flip = false;
   const u32 lane = threadIdx.x % 32;
   int number = blockIdx.x;
