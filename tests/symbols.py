@@ -16,13 +16,14 @@ PUBLIC = re.compile(
     r"|(typeinfo (name )?for |vtable for )?fulgur::"
     r"(cuda::(allocate|deallocate|copy|synchronize|plan_for_card|prewarm|tune)|Error|BasicTensor|Plan|Details|Expr"
     r"|TensorSymbol|forward|backward|plan|append|merge|parse_expression|scores|scores_shape|engines|size_of|name_of"
-    r"|quantize|dequantize|hadamard|has_scales|format_named|block_of|Group|DistributedPlan|rows_of|forecast)"
+    r"|expand_blocks|quantize|dequantize|hadamard|has_scales|format_named|block_of|Group|DistributedPlan|rows_of"
+    r"|forecast)"
     r"\b.*)"
 )
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 C_DECLARATION = re.compile(r"\b(fulgur_\w+)\(")
 WANTED = ("fulgur::forward(", "fulgur::plan(", "fulgur::append(", "fulgur::merge(", "fulgur::scores(",
-          "fulgur::quantize(", "fulgur::dequantize(")
+          "fulgur::quantize(", "fulgur::dequantize(", "fulgur::expand_blocks(")
 
 
 def declared(path):

@@ -334,6 +334,11 @@ typedef struct fulgur_scores_args {
 FULGUR_API fulgur_status fulgur_scores(const fulgur_scores_args* args,
                                        const fulgur_options* options, const fulgur_run* run);
 
+/// blocks <- which blocks of queries and keys are seen, of lists of them
+/// (fulgur::expand_blocks): bools for mask_mod to index.
+FULGUR_API fulgur_status fulgur_expand_blocks(const DLTensor* offsets, const DLTensor* indices,
+                                              const DLTensor* blocks);
+
 /// What fulgur_quantize and fulgur_dequantize take (fulgur::QuantizeArgs): all 0 but struct_size,
 /// then what you need.
 typedef struct fulgur_quantize_args {

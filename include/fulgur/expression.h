@@ -160,6 +160,21 @@ struct TensorBinding {
   Tensor grad{};
 };
 
+/// Which blocks of queries and keys are seen, as lists (CSR): of each block of queries the blocks
+/// of keys. In the host's memory, i32 or i64.
+struct BlockLists {
+  /// (row blocks + 1), (heads, row blocks + 1) or (batch, heads, row blocks + 1): a list is the
+  /// numbers of `indices` from one offset to the next.
+  ConstTensor offsets{};
+  ConstTensor indices{};  ///< (count): ascending in each list
+};
+
+/// blocks <- whether each block is on its list, a tensor for a mask_mod to index: `blocks[b, h, q
+/// // 128, k // 128]`. It is bool, in the host's memory, and has the shape of the offsets, but
+/// blocks of queries and blocks of keys in the place of their last dimension. Throws
+/// Error(kInvalidArgument) for lists that are not ascending or name blocks that there are not.
+FULGUR_API void expand_blocks(const BlockLists& lists, const Tensor& blocks);
+
 /// What expressions are made of.
 namespace symbols {
 inline const Expr score = Expr::symbol("score"), b = Expr::symbol("b"), h = Expr::symbol("h"),

@@ -622,6 +622,15 @@ fulgur_status fulgur_scores(const fulgur_scores_args* args, const fulgur_options
   });
 }
 
+fulgur_status fulgur_expand_blocks(const DLTensor* offsets, const DLTensor* indices,
+                                   const DLTensor* blocks) {
+  return guarded([&] {
+    fulgur::expand_blocks({read_tensor<ConstTensor>(offsets, "offsets", true),
+                           read_tensor<ConstTensor>(indices, "indices", true)},
+                          read_tensor<Tensor>(blocks, "blocks", true));
+  });
+}
+
 fulgur_status fulgur_quantize(const fulgur_quantize_args* args, const fulgur_options* options) {
   return guarded([&] {
     const Quantization q(args);

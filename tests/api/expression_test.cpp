@@ -2,6 +2,7 @@
 // tiles, gradients of the tensors that expressions index, and what calls refuse.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <deque>
 #include <limits>
@@ -321,6 +322,84 @@ TEST_P(Expressions, MapsOfTilesChangeNoBits) {
 // One of these, for engines that take long.
 TEST_P(Expressions, AMapOfTilesChangesNoBits) {
   compare_with_all_looked_at(test_seed() % 5, test_seed());
+}
+
+template <class T>
+Tensor view(T* data, std::initializer_list<int64_t> shape) {
+  return Tensor::contiguous(data, kDTypeOf<T>, shape);
+}
+
+// Blocks of lists, of each head its own.
+TEST_P(Expressions, ListsOfBlocks) {
+  constexpr int64_t kRows = 5, kKeys = 6, kHeads = 2, kBlock = 64;
+  std::mt19937_64 random(test_seed());
+  std::vector<int64_t> offsets;
+  std::vector<int32_t> indices;
+  for (int64_t list = 0; list < kHeads * (kRows + 1); ++list) {
+    offsets.push_back(static_cast<int64_t>(indices.size()));
+    for (int32_t key = 0; key < kKeys && list % (kRows + 1) < kRows; ++key)
+      if (random() % 3 == 0) indices.push_back(key);
+  }
+  bool seen[kHeads * kRows * kKeys];
+  std::fill(std::begin(seen), std::end(seen), true);
+  expand_blocks({view(offsets.data(), {kHeads, kRows + 1}),
+                 view(indices.data(), {static_cast<int64_t>(indices.size())})},
+                view(seen, {kHeads, kRows, kKeys}));
+  BoundTensors tensors;
+  tensors.add("blocks", DType::kBool, {kHeads, kRows, kKeys}, random);
+  write(tensors.memory[0], std::vector<double>(std::begin(seen), std::end(seen)));
+  Case c{.dtype = dtype(), .sq = 300, .sk = 350, .hq = kHeads, .hk = 1, .d = 8, .dv = 8};
+  Workload w(c, 3);
+  w.options.engine = engine();
+  w.options.mask_mod = parse_expression("blocks[h, q // 64, k // 64]", {tensors.known[0].symbol});
+  w.mask_value = [&](const ScorePlace& p) {
+    const auto list = offsets.begin() + p.h * (kRows + 1) + p.q / kBlock;
+    return std::count(indices.begin() + list[0], indices.begin() + list[1], p.k / kBlock) > 0;
+  };
+  w.forward.tensors = w.backward.tensors = tensors.of({w.options.mask_mod});
+  if (!runs(w)) return;
+  const Expected e = expect(w);
+  EXPECT_TRUE(forward_is_right(w, e));
+  EXPECT_TRUE(backward_is_right(w, e));
+}
+
+TEST(BlockLists, AreRefusedByName) {
+  int32_t offsets[] = {0, 2, 3, 5}, indices[] = {0, 3, 1, 0, 2};
+  bool blocks[3 * 4];
+  const auto error = [&](const ConstTensor& begins, const ConstTensor& numbers, const Tensor& to) {
+    std::fill(std::begin(blocks), std::end(blocks), true);
+    const std::string message = message_of([&] { expand_blocks({begins, numbers}, to); });
+    if (!message.empty()) {  // nothing is written
+      EXPECT_EQ(std::count(std::begin(blocks), std::end(blocks), true), 12) << message;
+    }
+    return message;
+  };
+  const auto begins = view(offsets, {4});
+  const auto numbers = view(indices, {5});
+  const auto to = view(blocks, {3, 4});
+  EXPECT_EQ(error(begins, numbers, to), "");
+  EXPECT_EQ(std::vector<bool>(std::begin(blocks), std::end(blocks)),
+            (std::vector<bool>{1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 1, 0}));
+  float floats[5] = {};
+  EXPECT_EQ(error(begins, view(floats, {5}), to), "indices: got f32, want i32 or i64");
+  EXPECT_EQ(error(begins, view(indices, {5, 1}), to),
+            "indices: got 2 dimensions i32 (5, 1), want 1 (count)");
+  EXPECT_EQ(error(begins, numbers, view(blocks, {2, 6})),
+            "offsets: got shape (4), want (3) = ([[batch,] heads,] row blocks + 1)");
+  EXPECT_EQ(error(begins, numbers, view(blocks, {12})),
+            "blocks: got bool (12), want bool ([[batch,] heads,] row blocks, key blocks)");
+  EXPECT_EQ(error(begins, numbers, view(offsets, {2, 2})), "blocks: got i32, want bool");
+  offsets[3] = 6;
+  EXPECT_EQ(error(begins, numbers, to),
+            "offsets: got 6 after 3 at 3 of its numbers, want ascending ones up to 5, the indices");
+  offsets[3] = 5, offsets[1] = 4;
+  EXPECT_EQ(error(begins, numbers, to),
+            "offsets: got 3 after 4 at 2 of its numbers, want ascending ones up to 5, the indices");
+  offsets[1] = 2, indices[3] = 4;
+  EXPECT_EQ(error(begins, numbers, to), "indices: got 4 at 3, want blocks of keys from 0 to 3");
+  indices[3] = 2;
+  EXPECT_EQ(error(begins, numbers, to),
+            "indices: got 2 after 2 at 4, want ascending numbers in a list");
 }
 
 // A score that becomes -inf is hidden, whatever its key and value hold.

@@ -241,6 +241,7 @@ fulgur_status fulgur_merge(const DLTensor* const*, const DLTensor* const*, size_
                            const DLTensor*, const fulgur_run*);
 fulgur_status fulgur_append(const fulgur_append_args*, const fulgur_options*, const fulgur_run*);
 fulgur_status fulgur_scores(const fulgur_scores_args*, const fulgur_options*, const fulgur_run*);
+fulgur_status fulgur_expand_blocks(const DLTensor*, const DLTensor*, const DLTensor*);
 fulgur_status fulgur_quantize(const fulgur_quantize_args*, const fulgur_options*);
 fulgur_status fulgur_hadamard(const DLTensor*, const DLTensor*, int, const fulgur_options*,
                               const fulgur_run*);

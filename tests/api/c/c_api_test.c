@@ -364,6 +364,25 @@ static void device_memory(void) {
   }
 }
 
+/* Lists of blocks of keys, as bools that a mask_mod may index. */
+static void lists_of_blocks(void) {
+  int32_t offsets[] = {0, 1, 3}, indices[] = {0, 0, 1};
+  int64_t three[] = {3}, two_two[] = {2, 2};
+  uint8_t blocks[] = {9, 9, 9, 9};
+  const DLTensor to = int_tensor(offsets, three), ti = int_tensor(indices, three);
+  DLTensor tb = tensor(NULL, 2, two_two);
+  tb.data = blocks;
+  tb.dtype.code = 6; /* kDLBool, which older headers lack */
+  tb.dtype.bits = 8;
+  CHECK(fulgur_expand_blocks(&to, &ti, &tb) == FULGUR_OK);
+  CHECK(blocks[0] == 1 && blocks[1] == 0 && blocks[2] == 1 && blocks[3] == 1);
+  indices[2] = 2;
+  CHECK(fulgur_expand_blocks(&to, &ti, &tb) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strcmp(fulgur_last_error(), "indices: got 2 at 2, want blocks of keys from 0 to 1") == 0);
+  CHECK(fulgur_expand_blocks(NULL, &ti, &tb) == FULGUR_INVALID_ARGUMENT);
+  CHECK(strncmp(fulgur_last_error(), "offsets: ", 9) == 0);
+}
+
 /* Scores and masks by text: causal as the option is, a bias of keys with its gradient. */
 static void expressions(const fulgur_forward_args* given, const fulgur_backward_args* of_plain) {
   float *out = given->out->data, *lse = given->lse->data, *q = given->q->data, *k = given->k->data,
@@ -780,6 +799,7 @@ int main(void) {
   for (size_t n = 0; n < sizeof out; ++n) CHECK(((const char*)out)[n] == 0x7f);
 
   expressions(&args, &gradient);
+  lists_of_blocks();
   plan_of_changing_lengths();
   cards();
   texts(&args);
