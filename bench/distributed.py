@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Attention over several processes, on the GPUs of a machine or on its CPU: a table for numbers of ranks.
 
-    bench/distributed.py --ranks 1,2,4,8 --seconds 600 --json F    # 32k to 512k tokens, 32/8 and 64/8 heads, both passes
-    tools/distributed_table.py --write F                           # docs/performance/distributed.*
+    bench/distributed.py --ranks 1,2,4,8 --seconds 600 --json F   # 32k to 512k tokens, 32/8 and 64/8 heads, both passes
+    tools/distributed_table.py --write F                          # docs/performance/distributed.*
     bench/distributed.py --device cpu --ranks 1,2 --lengths 1k --json distributed.json
     bench/distributed.py --simulate 64 --lengths 1m                # the share of some ranks of 64, on one device
 
@@ -351,7 +351,7 @@ def ring_attention(own_kernels, group):
 
 def rows_of_table(args):
     """(case, ranks, way), those that say most first."""
-    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "ring": 4, "ring_fulgur": 4, "torch": 6, "torch_fulgur": 5}
+    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "ring": 4, "ring_fulgur": 4, "torch_fulgur": 5, "torch": 6}
     middle = 1 << 17
     rows = []
     for at, case in enumerate(cases_of(args)):

@@ -90,7 +90,8 @@ def markdown(report):
     left = {}
     for row in report["rows"]:
         if row.get("missing") == "no time":
-            left.setdefault(call(row), []).append(WAYS[row["way"]] + (f" of {row['ranks']}" if row["ranks"] > 1 else ""))
+            ranks = f" of {row['ranks']}" if row["ranks"] > 1 else ""
+            left.setdefault(call(row), []).append(WAYS[row["way"]] + ranks)
     if left:
         text += ["", f"There was no time for {sum(map(len, left.values()))} more:", ""]
         text += [f"- {which}: {', '.join(ways)}" for which, ways in left.items()]

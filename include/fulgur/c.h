@@ -358,7 +358,7 @@ FULGUR_API fulgur_status fulgur_quantize(const fulgur_quantize_args* args,
 FULGUR_API fulgur_status fulgur_dequantize(const fulgur_quantize_args* args,
                                            const fulgur_options* options);
 
-/// y <- x with its columns turned, or turned back (fulgur::hadamard). `options` and `run` may be
+/// y <- the rows of x rotated, or rotated back (fulgur::hadamard). `options` and `run` may be
 /// null.
 FULGUR_API fulgur_status fulgur_hadamard(const DLTensor* x, const DLTensor* y, int inverse,
                                          const fulgur_options* options, const fulgur_run* run);

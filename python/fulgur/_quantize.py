@@ -69,15 +69,15 @@ class Quantized(_a.OfCodes):
 
 
 def hadamard(x, *, inverse=False, dtype=None, threads=0, stream=None):
-    """The columns of rows, turned by a Hadamard matrix with fixed signs so that none is much larger than the others.
+    """Rows rotated by a Hadamard matrix with fixed signs, so that no column is much larger than the others.
 
-    Products of two rows are as before: scores of q and k that are both turned are those of q and k, and their codes
+    Products of two rows are as before: scores of q and k that are both rotated are those of q and k, and their codes
     are nearer to them where a few numbers are large.
 
     Args:
         x: ``(batch, seqlen, heads, dim)`` or ``(total, heads, dim)``: float32, bfloat16, float16 or, on the CPU,
-            float64. Each n columns are turned, n the largest power of two that divides dim and is at most 512.
-        inverse: True: x is a result, and is turned back.
+            float64. Each n columns are rotated, n the largest power of two that divides dim and is at most 512.
+        inverse: True: x is a result, and is rotated back.
         dtype: of the result: "f32", or that of x, the default.
         threads, stream: as of :func:`quantize`.
 

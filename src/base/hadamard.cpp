@@ -11,7 +11,7 @@ namespace fulgur {
 namespace {
 
 /// The n columns from x on.
-void turn(float* x, int n, bool inverse) {
+void rotate(float* x, int n, bool inverse) {
   const auto flip = [&] {
     for (int i = 0; i < n; ++i)
       x[i] = kernels::hadamard_flips(static_cast<unsigned>(i)) ? -x[i] : x[i];
@@ -40,7 +40,7 @@ void hadamard(const HadamardCall& c, int threads) {
     std::vector<float> x(static_cast<size_t>(c.columns));
     load_row(static_cast<const std::byte*>(c.x.data) + from.offset(b, r, h) * size_of(c.x.dtype),
              c.x.dtype, c.columns, x.data());
-    for (int64_t first = 0; first < c.columns; first += n) turn(x.data() + first, n, c.inverse);
+    for (int64_t first = 0; first < c.columns; first += n) rotate(x.data() + first, n, c.inverse);
     auto* const y = static_cast<std::byte*>(c.y.data) + to.offset(b, r, h) * size_of(c.y.dtype);
     if (c.y.dtype == DType::kF64) {
       for (int64_t i = 0; i < c.columns; ++i)

@@ -121,7 +121,7 @@ class Engine {
   /// Makes codes of numbers, or numbers of codes. Throws Error likewise.
   virtual void quantize(const QuantizeCall& call, int threads, const Run& run) const = 0;
   virtual void dequantize(const DequantizeCall& call, int threads, const Run& run) const = 0;
-  /// Turns the columns of rows. Throws Error likewise.
+  /// Rotates rows by a Hadamard matrix. Throws Error likewise.
   virtual void hadamard(const HadamardCall& call, int threads, const Run& run) const = 0;
   /// Throws Error(kInvalidArgument) when nothing may be planned while a call is made on the stream.
   virtual void check_plannable(const Problem&, const Run&) const {}

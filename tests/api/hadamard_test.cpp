@@ -23,10 +23,10 @@
 namespace fulgur::test {
 namespace {
 
-/// Rows of x as the definition turns them: an entry of H of columns i and j is -1 to the count of
+/// Rows of x as the definition rotates them: an entry of H of columns i and j is -1 to the count of
 /// bits that both have. The signs of D are what the transform of a unit vector says of its column.
-std::vector<double> turned(const std::vector<double>& x, int64_t d, int n,
-                           const std::vector<double>& signs) {
+std::vector<double> rotated(const std::vector<double>& x, int64_t d, int n,
+                            const std::vector<double>& signs) {
   std::vector<double> y(x.size());
   for (size_t first = 0; first < x.size(); first += static_cast<size_t>(n)) {
     for (int i = 0; i < n; ++i) {
@@ -81,7 +81,7 @@ TEST_P(Hadamard, IsItsDefinitionAndItsInverseUndoesIt) {
       memory.bring_back();
       ASSERT_EQ(y.bytes, by_host.bytes);
       const std::vector<double> from = read(x.t), got = read(y.t), again = read(back.t),
-                                rounded = read(same.t), want = turned(from, d, n, signs_of(n));
+                                rounded = read(same.t), want = rotated(from, d, n, signs_of(n));
       for (size_t i = 0; i < got.size(); ++i) {
         ASSERT_NEAR(got[i], want[i], 1e-5) << i;
         ASSERT_NEAR(again[i], from[i], 1e-5) << i;
@@ -123,7 +123,7 @@ TEST(HadamardErrors, SayWhatIsWrong) {
 }
 
 // The test of FlashAttention-3's paper: N(0, 1), and N(0, 100) of one number in a thousand. Codes
-// of e4m3 with a scale for each head are off by 2.4e-2, and of q and k that are turned by a good
+// of e4m3 with a scale for each head are off by 2.4e-2, and of q and k that are rotated by a good
 // third of it.
 TEST(HadamardAccuracy, OutliersSpoilFewerCodes) {
   constexpr int64_t kRows = 128, kKeys = 2048, kDim = 128;
@@ -136,10 +136,10 @@ TEST(HadamardAccuracy, OutliersSpoilFewerCodes) {
     return x;
   };
   Buffer q = numbers(kRows), k = numbers(kKeys), v = numbers(kKeys);
-  const auto coded = [](const Buffer& x, bool turns) {
-    Buffer turned(DType::kF32, {1, x.t.shape[1], 1, kDim});
-    if (turns) hadamard({x.t, turned.t});
-    return Coded::of(turns ? turned.t : x.t, DType::kE4M3, ScaleKind::kSequencesAndHeads, false,
+  const auto coded = [](const Buffer& x, bool rotates) {
+    Buffer rotated(DType::kF32, {1, x.t.shape[1], 1, kDim});
+    if (rotates) hadamard({x.t, rotated.t});
+    return Coded::of(rotates ? rotated.t : x.t, DType::kE4M3, ScaleKind::kSequencesAndHeads, false,
                      DType::kF32, 32)
         .numbers();
   };
@@ -164,16 +164,16 @@ TEST(HadamardAccuracy, OutliersSpoilFewerCodes) {
   };
   const std::vector<double> want = attention(read(q.t), read(k.t), read(v.t)),
                             of_v = coded(v, false);
-  const auto error = [&](bool turns) {
-    const std::vector<double> got = attention(coded(q, turns), coded(k, turns), of_v);
+  const auto error = [&](bool rotates) {
+    const std::vector<double> got = attention(coded(q, rotates), coded(k, rotates), of_v);
     double squares = 0;
     for (size_t i = 0; i < want.size(); ++i) squares += std::pow(got[i] - want[i], 2);
     return std::sqrt(squares / static_cast<double>(want.size()));
   };
-  const double plain = error(false), turned = error(true);
-  EXPECT_LE(turned, 0.6 * plain);
+  const double plain = error(false), rotated = error(true);
+  EXPECT_LE(rotated, 0.6 * plain);
   RecordProperty("plain", std::to_string(plain));
-  RecordProperty("turned", std::to_string(turned));
+  RecordProperty("rotated", std::to_string(rotated));
 }
 
 }  // namespace

@@ -253,8 +253,8 @@ TEST_P(LowBitCaches, WhatIsNoNumberStaysAtItsKeys) {
   }
 }
 
-// Scales of V of any size, from key to key: what is small compared with the largest one may be off by
-// that one's rounding.
+// Scales of V of any size, from key to key: what is small compared with the largest one may be off
+// by that one's rounding.
 TEST_P(LowBitCaches, ScalesMayDifferByMuch) {
   for (const double size : {1e-30, 1.0, 1e25}) {
     Case c;

@@ -12,10 +12,10 @@ struct HadamardArgs {
   bool inverse = false;  ///< x is a result, and y becomes what it is of
 };
 
-/// Turns the columns of rows so that none is much larger than the others, for codes that share a
+/// Rotates rows so that no column is much larger than the others, for codes that share a
 /// scale: y = H D x / sqrt(n), where H is the Hadamard matrix of order n and D a diagonal matrix of
 /// fixed signs, of each n columns, n the largest power of two that divides dim and is at most 512.
-/// Products of two rows are as before, and so are the scores of q and k that are both turned. It
+/// Products of two rows are as before, and so are the scores of q and k that are both rotated. It
 /// computes in f32 and rounds once. Of `options` it takes the threads, of `run` the stream. All
 /// tensors are on one device; on cuda it only launches, and takes no f64. Throws Error:
 /// kInvalidArgument, kUnsupported.

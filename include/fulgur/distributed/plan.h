@@ -71,8 +71,8 @@ class FULGUR_API DistributedPlan {
 /// and page_table (batch, max_pages) are those of this rank, and page_table has the pages of each
 /// sequence that lie here. Each rank computes all queries over its keys, in f32 (f64 where q is, on
 /// GPUs in the dtype of q); their results are merged in the order of ranks and rounded once, which
-/// gives the same bits in every run with as many. Takes no other lengths, prefix_groups, tree_mask, bias, expressions and
-/// dropout.
+/// gives the same bits in every run with as many. Takes no other lengths, prefix_groups, tree_mask,
+/// bias, expressions and dropout.
 FULGUR_API DistributedPlan plan(const ForwardArgs& args, const Options& options, const Group& group,
                                 const Distribution& distribution);
 FULGUR_API DistributedPlan plan(const BackwardArgs& args, const Options& options,

@@ -11,7 +11,7 @@ namespace fulgur::cuda {
 /// Append has one for each dtype, and one that makes codes of it. kUpload writes numbers of its
 /// arguments to memory, of plans, too; kDivide what the parts of a plan over shared prefixes are
 /// told. Of quantize kMeasure and kFit make scales that rows share; kNumbers is its inverse.
-/// kHadamard turns columns.
+/// kHadamard rotates rows.
 /// kAddRows adds sums of gradients of several processes and rounds them.
 enum class CallKernel : uint8_t {
   kAppendF16,

@@ -266,7 +266,8 @@ bool DeviceMemory::done(std::chrono::milliseconds within) {
 
 void DeviceMemory::settle() {
   if (!std::exchange(unsettled_, false)) return;
-  for (bool all = carrier_ != nullptr; !all;) {  // a rank that has left is noticed when it says nothing
+  for (bool all = carrier_ != nullptr;
+       !all;) {  // a rank that has left is noticed when it says nothing
     const char mine = done(kBeat) ? 1 : 0;
     std::vector<char> theirs = group_.tell(std::vector<char>(group_.ranks, mine));
     theirs[group_.rank] = mine;

@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "cuda/device/gpu.h"
+#include "distributed/device/signals.h"
 #include "distributed/group.h"
 #include "distributed/memory.h"
-#include "distributed/device/signals.h"
 
 namespace fulgur::distributed {
 

@@ -1,5 +1,6 @@
-// What codes of 8 bits are multiplied by to be the numbers that they stand for: of each sequence and kv head a factor of
-// q, of k and of v. Products of codes take those of q and k before they are scores, and O takes that of v in the end.
+// What codes of 8 bits are multiplied by to be the numbers that they stand for: of each sequence and kv head a factor
+// of q, of k and of v. Products of codes take those of q and k before they are scores, and O takes that of v in the
+// end.
 #pragma once
 #include "device/math.cuh"
 #include "device/operands.cuh"

@@ -11,8 +11,8 @@
 #include "attention/pages.cuh"
 #include "device/score.cuh"
 
-// Whether V is not finite at a key of the tiles that the strip's products touched and some of the warp's 16 rows may not
-// see.
+// Whether V is not finite at a key of the tiles that the strip's products touched and some of the warp's 16 rows may
+// not see.
 __device__ __forceinline__ bool hidden_poison(const AttentionParams& p, const Place& place, const Lengths& n, int row,
                                               const KeyTiles& touched) {
   const KeyTiles full = full_tiles_of_strip(p, n, place.row);

@@ -7,8 +7,8 @@ __device__ __forceinline__ const u64* words_of_block(const SeenWords& map, int b
   return map.words + batch * map.batch + head / map.heads_of_map * map.head + (long long)(block) * map.block;
 }
 
-// The tiles [begin, end) of a block that are seen, one after the other, `down` from the last one or up from the first: a
-// walk as KeyWalk's. A warp walks together. Words: what has a word for each 32 tiles.
+// The tiles [begin, end) of a block that are seen, one after the other, `down` from the last one or up from the first:
+// a walk as KeyWalk's. A warp walks together. Words: what has a word for each 32 tiles.
 template <class Words = const u64*>
 class SeenTiles {
  public:

@@ -12,8 +12,8 @@
 //   kRoundsDq       1: the CTA that completes dQ of 64 rows rounds them, and warps of keys.cu repair what they have
 //                   stored, so that round.cu is not launched. Each CTA has one key block, with at most 1024 rows
 //   kEarlyStarts    1: kernels start while the one before runs (device/dependent_launch.cuh)
-//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked, kSeqUsedQ,
-//   kSeqUsedK, kDropout
+//   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked,
+//   kSeqUsedQ, kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kF32KeyGradients    1: dK and dV are stored in f32

@@ -9,8 +9,8 @@ struct AddNothing {
 };
 
 // `panels` panels, from `panel` on, of dQ of 64 rows, from `first` on, by a warpgroup, of which each warp stores 16
-// rows. The rows of the sequence and head begin at row `at` of the statistics. `add(panel, eights, dQ)` adds what is not
-// in dq_accum to the thread's elements of a panel, which has so many groups of 8 columns.
+// rows. The rows of the sequence and head begin at row `at` of the statistics. `add(panel, eights, dQ)` adds what is
+// not in dq_accum to the thread's elements of a panel, which has so many groups of 8 columns.
 template <int panels, class Add = AddNothing>
 __device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, const Lengths& n, int batch, int head,
                                                        long long at, int first, int panel, const Add& add = {}) {

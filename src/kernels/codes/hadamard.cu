@@ -1,5 +1,5 @@
-// Columns of rows turned by a Hadamard matrix (fulgur/codes/hadamard.h), a warp for each head of a row. A lane has every
-// 32nd column; sums are those of the CPU, one by one.
+// Rows rotated by a Hadamard matrix (fulgur/codes/hadamard.h), a warp for each head of a row. A lane has
+// every 32nd column; sums are those of the CPU, one by one.
 #include "kernel_config.h"
 #include "codes/hadamard_params.h"
 #include "device/elements.cuh"
@@ -8,7 +8,7 @@
 enum : int { kOfLane = kMostHadamardColumns / 32 };
 
 // H of n columns, of which this lane has x.
-__device__ __forceinline__ void turn(float (&x)[kOfLane], int n) {
+__device__ __forceinline__ void rotate(float (&x)[kOfLane], int n) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_hadamard(const
           x[i] = to_f32<kElement>(from[first + column]);
           if (!p.inverse && hadamard_flips(column)) x[i] = -x[i];
         }
-        turn(x, columns);
+        rotate(x, columns);
 #pragma unroll
         for (int i = 0; i < kOfLane; ++i) {
           const int column = lane + 32 * i;

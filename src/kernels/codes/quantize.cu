@@ -1,5 +1,5 @@
-// Scales that rows share, of the numbers of all of them; and the numbers of codes. Codes themselves are made by append.cu,
-// for which a tensor is a cache that has no rows yet.
+// Scales that rows share, of the numbers of all of them; and the numbers of codes. Codes themselves are made by
+// append.cu, for which a tensor is a cache that has no rows yet.
 #include "kernel_config.h"
 #include "codes/quantize_params.h"
 #include "device/quantize.cuh"

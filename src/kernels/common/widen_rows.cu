@@ -13,7 +13,8 @@ __device__ __forceinline__ const unsigned char* head_of_row(const ForwardCopyPar
 }
 
 // Narrow rows share a CTA's threads, of wide ones a thread has several units of 8 columns.
-extern "C" __global__ void __launch_bounds__(kThreads) fulgur_forward_widen(const __grid_constant__ ForwardCopyParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads)
+    fulgur_forward_widen(const __grid_constant__ ForwardCopyParams p) {
   const u32 chunks = u32(p.chunks);
   const u32 units = u32(p.heads) * chunks;
   const u32 threads_of_row = units < kThreads ? units : kThreads;

@@ -1,8 +1,8 @@
 // Appends new rows of K and V to their caches, and rotates queries, before the warp groups attend (kAppends). The
-// compute warps of a CTA write those of the new rows that its own work tiles read, and wait for no other CTA. Others may
-// write the same rows, as all blocks of rows of a kv head read the same keys, and rotate the same queries, as all splits
-// of a q block do. All write the same bits, so that a row holds these from the CTA's own write on, whichever comes first
-// or last.
+// compute warps of a CTA write those of the new rows that its own work tiles read, and wait for no other CTA. Others
+// may write the same rows, as all blocks of rows of a kv head read the same keys, and rotate the same queries, as all
+// splits of a q block do. All write the same bits, so that a row holds these from the CTA's own write on, whichever
+// comes first or last.
 #pragma once
 #include "device/append.cuh"
 #include "device/semaphore.cuh"

@@ -1,5 +1,5 @@
-// Codes of rows, bit for bit those that the CPU makes (docs/contract.md, base/quantize.cpp), by a warp for each head of a
-// row; and the numbers of codes.
+// Codes of rows, bit for bit those that the CPU makes (docs/contract.md, base/quantize.cpp), by a warp for each head of
+// a row; and the numbers of codes.
 #pragma once
 #include "device/append.cuh"
 #include "device/math.cuh"

@@ -1,7 +1,7 @@
 // The score hook: the one place where a score is transformed between the product and the softmax, and where its
 // derivative is. Forward, decode and backward kernels and the repairs of rows call score() or exponent() with the place
-// of the entry; softcap, ALiBi, expressions and a dense bias are the bodies there are. Every rounding is spelled out, so
-// that all kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
+// of the entry; softcap, ALiBi, expressions and a dense bias are the bodies there are. Every rounding is spelled out,
+// so that all kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
 #pragma once
 #include "device/elements.cuh"
 #include "device/expression.cuh"
@@ -156,7 +156,8 @@ __device__ __forceinline__ float biased_score(const CallParams& p, float s, floa
 }
 
 // What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
-// which exponents take. 1: a score in units of log2, with score_mod in its own. `masks`: mask_mod hides; otherwise the caller does, where it may.
+// which exponents take. 1: a score in units of log2, with score_mod in its own. `masks`: mask_mod hides; otherwise the
+// caller does, where it may.
 template <bool masks = true, class Params>
 __device__ __forceinline__ float score(const Params& p, const ScoreContext& at, float s, float bias) {
   if (kScoreMode != 0) s = modified_score(p, at, s);

@@ -4,7 +4,8 @@
 #include "host_device/expression.h"
 #include "host_device/work_tiles.h"
 
-// A tensor [batch, row, head, dim] of its operand's elements; strides in elements, of any sign. Packed: no batch stride.
+// A tensor [batch, row, head, dim] of its operand's elements; strides in elements, of any sign. Packed: no batch
+// stride.
 struct StridedTensor {
   void* data;
   long long batch, row, head;
@@ -39,8 +40,8 @@ struct DenseBias {
   long long batch, head, row, key;
 };
 
-// Where a part of a larger call lies in it: how many keys later diagonals are, as Band::shift, and of its random numbers
-// how many heads a sequence has and which are the first head of all, query and key.
+// Where a part of a larger call lies in it: how many keys later diagonals are, as Band::shift, and of its random
+// numbers how many heads a sequence has and which are the first head of all, query and key.
 struct CallPart {
   int shift, heads, head, query, key;
 };

@@ -1,8 +1,8 @@
 // Arguments of the expressions of a call, the same for the host and the device. They are the last of a kernel's: device
 // text without expressions has none of them.
 //
-// With expressions kernel_config.h, which comes before this in device text, has FULGUR_EXPRESSIONS and the functions that
-// device/expression.cuh calls, which cuda/common/expression.cpp prints.
+// With expressions kernel_config.h, which comes before this in device text, has FULGUR_EXPRESSIONS and the functions
+// that device/expression.cuh calls, which cuda/common/expression.cpp prints.
 #pragma once
 #include "host_device/element.h"
 

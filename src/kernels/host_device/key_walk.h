@@ -50,8 +50,8 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
           diagonal_of(band, n, row)};
 }
 
-// Where a map says which key tiles are seen (host_device/tile_map.h), only the producer walks over it, and all strips of
-// the q tile take the tiles that it tells of, each with its K. `any`: there are some.
+// Where a map says which key tiles are seen (host_device/tile_map.h), only the producer walks over it, and all strips
+// of the q tile take the tiles that it tells of, each with its K. `any`: there are some.
 FULGUR_SHARED KeyWalk walk_as_told(const Band& band, const Lengths& n, bool any, int row) {
   return {0, any ? 0 : 1, 0, 0, 0, 0, n.sk, diagonal_of(band, n, row)};
 }

@@ -1,6 +1,7 @@
 // The division of a call at the ends of its groups' prefixes, the same for the host and the device: into attention of
-// all rows of a group over its prefix, and of each sequence over the keys after. Nobody has checked what lengths and tables on the device hold: numbers made of them
-// stay inside the tensors, as far as the kernels of attention do not see to it themselves.
+// all rows of a group over its prefix, and of each sequence over the keys after. Nobody has checked what lengths and
+// tables on the device hold: numbers made of them stay inside the tensors, as far as the kernels of attention do not
+// see to it themselves.
 #pragma once
 #include "host_device/host_device.h"
 

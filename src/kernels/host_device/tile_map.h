@@ -2,8 +2,8 @@
 // which are partial, because some row does not see some key. attention/tile_map.cu makes it before the attention
 // kernel, which walks over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones.
 //
-// kernel_config.h of attention/tile_map.cu has besides the constants of a mask and of lengths, which sm90/forward/params.h
-// lists:
+// kernel_config.h of attention/tile_map.cu has, with the constants of a mask and of lengths, which
+// sm90/forward/params.h lists:
 //   kBlockStrips    strips of a block of rows (host_device/strips.h); 0: its rows are
 //   kBlockRows      as many, and blocks begin at multiples of them
 //   kBlockKeys      keys of a tile

@@ -1,9 +1,9 @@
-// A product of standard attention (FlashAttention, algorithms 0 and 3): C = scale A B for every head, with A, B and C in
-// memory, by mma.sync, ldmatrix and cp.async. All of its products are this one: S = Q K^T, O = P V, dV = P^T dO,
+// A product of standard attention (FlashAttention, algorithms 0 and 3): C = scale A B for every head, with A, B and C
+// in memory, by mma.sync, ldmatrix and cp.async. All of its products are this one: S = Q K^T, O = P V, dV = P^T dO,
 // dP = dO V^T, dQ = dS K and dK = dS^T Q.
 //
-// A CTA computes 128 rows and kColumns columns of C; two buffers of A and B, of 64 columns and rows, pass through shared
-// memory. A warp has 32 rows and half of the columns.
+// A CTA computes 128 rows and kColumns columns of C; two buffers of A and B, of 64 columns and rows, pass through
+// shared memory. A warp has 32 rows and half of the columns.
 #include "attention/fragment_store.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"

@@ -1,5 +1,5 @@
-// The gradients of tensors that score_mod indexes, on every GPU since Ampere: dS times the derivative of the score by an
-// element, summed over all scores that it enters. S and dS are computed again (score_tiles.cuh).
+// The gradients of tensors that score_mod indexes, on every GPU since Ampere: dS times the derivative of the score by
+// an element, summed over all scores that it enters. S and dS are computed again (score_tiles.cuh).
 //
 // A CTA takes 64 queries of a head, and walks their key tiles. What rows or keys alone decide about an element is first
 // summed in registers and among lanes; other scores add one by one, but for warps whose scores enter the same element.
@@ -28,7 +28,8 @@ __device__ __forceinline__ void add_to_element(const BackwardParams& p, int tens
     atomicMax(s.largest, __float_as_int(fabsf(x)));
   } else {
     const double units = __dmul_rn(double(x), unit_of(*s.largest, p.expression.log_scores));
-    atomicAdd(reinterpret_cast<unsigned long long*>(s.sums + element), static_cast<unsigned long long>((long long)(units)));
+    atomicAdd(reinterpret_cast<unsigned long long*>(s.sums + element),
+              static_cast<unsigned long long>((long long)(units)));
   }
 }
 

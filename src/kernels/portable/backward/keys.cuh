@@ -1,4 +1,5 @@
-// What the portable backward kernels by keys share: which key block a CTA has, what is added to dQ, how gradients leave.
+// What the portable backward kernels by keys share: which key block a CTA has, what is added to dQ, how gradients
+// leave.
 #pragma once
 #include "attention/dropout.cuh"
 #include "device/score.cuh"
@@ -154,8 +155,8 @@ __device__ __forceinline__ void store_partial(const BackwardParams& p, const Key
 // The thread that passes semaphores on: of another warp than the one that waits for them.
 enum : int { kReleases = kThreads - 32 };
 
-// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next, which with a map is 1 + the
-// last one that has added.
+// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next, which with a map is 1 +
+// the last one that has added.
 __device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
   return p.dq_semaphore + step.statistics(p, keys) / kBlockRows;
 }

@@ -1,7 +1,7 @@
-// Attention backward for every GPU since Ampere as in keys.cu, for d or dv above 128, where registers hold dK and dV of 64
-// keys: half of the warps compute P and dV, the other half dS and dK, so that a warp has 32 keys in each product, and the
-// products of one role run beside the exponentials of the other. Each role copies what it multiplies first, and its warps
-// alone meet where a step begins; P passes from role to role through shared memory.
+// Attention backward for every GPU since Ampere as in keys.cu, for d or dv above 128, where registers hold dK and dV of
+// 64 keys: half of the warps compute P and dV, the other half dS and dK, so that a warp has 32 keys in each product,
+// and the products of one role overlap the exponentials of the other. Each role copies what it multiplies first, and
+// its warps alone meet where a step begins; P passes from role to role through shared memory.
 #include "portable/backward/keys.cuh"
 
 enum : int {

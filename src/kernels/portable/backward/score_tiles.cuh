@@ -1,5 +1,6 @@
-// Score tiles of 64 queries and 64 keys that kernels compute again for gradients of what is added to scores: S and dP in
-// fragments of four warps, of which each has 16 queries. Q and K, then dO and V, take turns in the same shared memory.
+// Score tiles of 64 queries and 64 keys that kernels compute again for gradients of what is added to scores: S and dP
+// in fragments of four warps, of which each has 16 queries. Q and K, then dO and V, take turns in the same shared
+// memory.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "backward/bias_sums.cuh"
@@ -63,7 +64,8 @@ __device__ __forceinline__ void add_score_tile(const BackwardParams& p, u32 smem
   multiply<ElementO, kValueDim>(Y, smem, smem + kLayout.keys);
   Kept<kBlockKeys> kept;
   if (kDropout)
-    kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, batch, head), row + warp_row(), first_key);
+    kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, batch, head), row + warp_row(),
+                                   first_key);
   const ScoreHead of_head = score_head(p, n, batch, head);
   add_gradients(p, sums, X, Y, batch, head, row, first_key, n, kept,
                 [&](ScoreContext at, int column, float(&of_keys)[8]) {

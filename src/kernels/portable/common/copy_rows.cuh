@@ -5,9 +5,9 @@
 #include "device/mma_sync.cuh"
 #include "device/operands.cuh"
 
-// Starts the copies of the part of `thread`, of `threads`, of a tile of `rows` rows to the panels at `to`: eight threads
-// copy 128 bytes of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes zeros, and
-// so do columns from `dim` on. `whole`: all rows are there.
+// Starts the copies of the part of `thread`, of `threads`, of a tile of `rows` rows to the panels at `to`: eight
+// threads copy 128 bytes of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes
+// zeros, and so do columns from `dim` on. `whole`: all rows are there.
 template <class Type, int threads, int rows, int columns, bool whole, class RowAt>
 __device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at,
                                           u32 thread = threadIdx.x) {

@@ -1,9 +1,9 @@
 // Attention forward for every GPU since Ampere: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation, by
 // mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 1).
 //
-// A CTA has a q tile: Br = 64 * kStrips rows of Q of one head, in strips of 64, whose keys it walks from right to left in
-// tiles of Bc. A warp owns 16 rows of each of its strips, S, P and O of which never leave its registers; K and V pass
-// through shared memory, for all warps. docs/kernels/portable.md derives the tiles.
+// A CTA has a q tile: Br = 64 * kStrips rows of Q of one head, in strips of 64, whose keys it walks from right to left
+// in tiles of Bc. A warp owns 16 rows of each of its strips, S, P and O of which never leave its registers; K and V
+// pass through shared memory, for all warps. docs/kernels/portable.md derives the tiles.
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/seen_tiles.cuh"
@@ -27,13 +27,16 @@ template <bool maps>
 struct TileWalk : KeyWalk {
   __device__ __forceinline__ TileWalk(const PortableForwardParams&, const QTile&, const KeyTiles& tiles)
       : KeyWalk(walk_of_tiles(tiles)) {}
-  __device__ __forceinline__ bool is_masked(const KeyTiles& full) const { return tile < full.begin || tile >= full.end; }
+  __device__ __forceinline__ bool is_masked(const KeyTiles& full) const {
+    return tile < full.begin || tile >= full.end;
+  }
 };
 template <>
 struct TileWalk<true> : SeenTiles<> {
   template <class Params>
   __device__ __forceinline__ TileWalk(const Params& p, const QTile& of, const KeyTiles& tiles)
-      : SeenTiles<>(words_of_block(p.expression.map, of.batch, of.head, of.block), tiles.begin, tiles.end, /*down=*/true) {}
+      : SeenTiles<>(words_of_block(p.expression.map, of.batch, of.head, of.block), tiles.begin, tiles.end,
+                    /*down=*/true) {}
   __device__ __forceinline__ bool is_masked(const KeyTiles&) const { return is_partial(); }
 };
 

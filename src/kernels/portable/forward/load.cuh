@@ -14,9 +14,9 @@ enum : int {
   kPanelBytes = kBlockKeys * kPanelRowBytes,       // of K and V
 };
 
-// Q of the strips of a q tile; strip_row(i) is where strip i begins. Rows after the end of the sequence become zeros: the
-// lazy rescale votes over the rows of a warp, so that the bits of a row depend on the others, and zeros depend on nothing
-// but where the sequence ends.
+// Q of the strips of a q tile; strip_row(i) is where strip i begins. Rows after the end of the sequence become zeros:
+// the lazy rescale votes over the rows of a warp, so that the bits of a row depend on the others, and zeros depend on
+// nothing but where the sequence ends.
 template <class StripRow>
 __device__ __forceinline__ void start_q(const PortableForwardParams& p, u32 smem, const QTile& tile, const Lengths& n,
                                         const StripRow& strip_row) {

@@ -7,8 +7,8 @@
 // Floats, 128 apart, after each other: O, two shifts, two sums.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };
 
-// Leaves this strip's partial result. True in the split that finishes last, with all of them in `rows` and `O`. `barrier` is a
-// named barrier of the warpgroup, `flag` an int in shared memory of its own.
+// Leaves this strip's partial result. True in the split that finishes last, with all of them in `rows` and `O`.
+// `barrier` is a named barrier of the warpgroup, `flag` an int in shared memory of its own.
 __device__ __forceinline__ bool combine_splits(const AttentionParams& p, const Place& place, Rows& rows,
                                               float (&O)[kValueDim / 2], u32 barrier, u32 flag) {
   if (place.split < 0) return true;

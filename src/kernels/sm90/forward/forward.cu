@@ -336,7 +336,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-extern "C" __global__ void __launch_bounds__(kThreads, kResidents) fulgur_forward(const __grid_constant__ ForwardParams p) {
+extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
+    fulgur_forward(const __grid_constant__ ForwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
     QBuffers::init(smem, 1, 4 * kConsumers);

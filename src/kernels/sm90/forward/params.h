@@ -1,5 +1,5 @@
-// Arguments of the Hopper forward kernel (sm90/forward/forward.cu), the same for the host and the device. Plain C++ types only:
-// neither side needs a toolkit header.
+// Arguments of the Hopper forward kernel (sm90/forward/forward.cu), the same for the host and the device. Plain C++
+// types only: neither side needs a toolkit header.
 //
 // kernel_config.h, generated per plan, holds an anonymous enum of ints:
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
@@ -44,8 +44,8 @@
 //   kFewQueries     sequences of up to so many queries are a decode kernel's
 //   kSplitTail      1: some blocks are cut into splits (host_device/work_tiles.h)
 //
-// cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's options. A
-// launch is as many CTAs as the SMs hold, or as there are q tiles, of 128 * (kConsumers + 1) threads;
+// cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's
+// options. A launch is as many CTAs as the SMs hold, or as there are q tiles, of 128 * (kConsumers + 1) threads;
 // sm90/forward_layout says how much shared memory each has.
 #pragma once
 #include "host_device/attention_params.h"

@@ -1,6 +1,7 @@
 // Warpgroup matrix products: D[64, N] += A[64, 16] B[16, N], D in fp32 registers, A in registers or shared memory, B in
 // shared memory; of 8-bit elements k is 32. An operand in shared memory lies along k (Q and K: k runs along its rows of
-// 128 bytes) or across (V: k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a thread holds.
+// 128 bytes) or across (V: k counts them). One line per N at the end; N is the count of columns, N / 2 the registers a
+// thread holds.
 #pragma once
 #include "host_device/element.h"
 #include "sm90/ptx/mbarrier.cuh"
