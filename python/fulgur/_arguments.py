@@ -257,6 +257,8 @@ def given_views(stream, names, given):
 def planned_views(given, **arrays):
     """Views of arrays or, without memory, of shapes by name."""
     dtype = text("dtype", given.get("dtype", "f32"))
+    if dtype not in FLOATS:
+        raise ValueError(f"dtype: got '{dtype}', want 'f32', 'bf16', 'f16' or 'f64'")
     device = text("device", given.get("device", "cuda" if card(given) else "cpu"))
     found = {}
     for name, x in arrays.items():

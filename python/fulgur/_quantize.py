@@ -88,8 +88,8 @@ def hadamard(x, *, inverse=False, dtype=None, threads=0, stream=None):
     >>> x = np.zeros((1, 1, 1, 64), np.float32)
     >>> x[..., 5] = 8
     >>> y = fulgur.hadamard(x)
-    >>> np.unique(abs(y)), fulgur.hadamard(y, inverse=True)[0, 0, 0, 4:7]
-    (array([1.], dtype=float32), array([0., 8., 0.], dtype=float32))
+    >>> np.unique(abs(y)), np.array_equal(fulgur.hadamard(y, inverse=True), x)
+    (array([1.], dtype=float32), True)
     """
     stream = _a.run_stream(x, {"stream": stream})
     view = _a.view("x", x, stream=stream)

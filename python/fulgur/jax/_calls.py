@@ -49,7 +49,7 @@ def _arrays(given):
 
 def _want_no_codes(tensors):
     for name in ("k_cache", "v_cache"):
-        if _handlers.has_codes(tensors[name]):
+        if tensors[name] is not None and _handlers.has_codes(tensors[name]):
             raise NotImplementedError(f"{name}: got {tensors[name].dtype}, and fulgur.jax appends no codes")
 
 

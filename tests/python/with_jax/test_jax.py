@@ -469,7 +469,7 @@ def test_arrays_of_jax_are_not_written():
         (dict(k=np.zeros((3, 7, 2, 8))), ValueError, r"k: got shape \(3, 7, 2, 8\), want"),
         (dict(q=np.zeros((5,))), ValueError, "q: got "),
         (dict(q=np.zeros((2, 19, 4, 16), np.int32)), ValueError, "q: got "),
-        (dict(q=np.zeros((2, 19, 4, 16), np.int8)), ValueError, "q: got int8, want float32"),
+        (dict(q=np.zeros((2, 19, 4, 16), np.int8)), ValueError, "q: got int8, want f32"),
         (dict(v=np.zeros((2, 19, 2, 16), np.float16)), ValueError, "v: got "),
         (dict(q=np.zeros((2, 19, 4, 600)), k=np.zeros((2, 19, 2, 600))), ValueError, "576"),
         (dict(causal=1), TypeError, "causal: got 1, want True or False"),

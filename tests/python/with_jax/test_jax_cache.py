@@ -346,7 +346,7 @@ def test_there_is_no_gradient_of_append():
         (dict(v_cache=np.zeros((PAGES, PAGE, HK, DV), np.float16)), ValueError, "v_cache: got f16, want f32"),
         (dict(k_cache=np.zeros((PAGES, PAGE, HK, D), np.int32)), ValueError, "k_cache: got i32, want f32"),
         (dict(k_new=np.zeros((3, 2, HK, D + 1), np.float32)), ValueError, "k_new: got shape"),
-        (dict(v_new=np.zeros((3, 2, HK, DV), np.int8)), ValueError, "v_new: got int8, want float32"),
+        (dict(v_new=np.zeros((3, 2, HK, DV), np.int8)), ValueError, "v_new: got int8, want f32"),
         (dict(cache_seqlens=None), ValueError, "cache_seqlens: got no tensor"),
         (dict(cache_seqlens=np.zeros(3, np.float32)), ValueError, "cache_seqlens: got f32, want i32"),
         (dict(page_table=GROWING[:2]), ValueError, r"page_table: got shape \(2, 3\), want \(3, 3\)"),
