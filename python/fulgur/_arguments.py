@@ -212,8 +212,8 @@ def _rotated_alike(arrays, stream):
     if not arrays.keys() >= {"q", "k"} or rotated["q"] == rotated["k"]:
         return arrays
     if rotated["q"] or isinstance(arrays["q"], OfCodes):
-        turned, other = ("q", "k") if rotated["q"] else ("k", "q")
-        raise ValueError(f"{other}: is not rotated, want fulgur.quantize(..., rotate=True) as of {turned}")
+        one, other = ("q", "k") if rotated["q"] else ("k", "q")
+        raise ValueError(f"{other}: got rows that are not rotated, want fulgur.quantize(..., rotate=True) as of {one}")
     return arrays | {"q": arrays["k"].rotate(arrays["q"], stream)}
 
 

@@ -95,9 +95,9 @@ def test_rotated_codes_of_outliers(rng):
 def test_rotation_is_of_q_and_k(rng):
     x = numbers(rng, 1, 4, 2, 64)
     plain, turned = (fulgur.quantize(x, "e4m3", rotate=rotate) for rotate in (False, True))
-    with pytest.raises(ValueError, match="^q: is not rotated, want fulgur.quantize"):
+    with pytest.raises(ValueError, match="^q: got rows that are not rotated, want fulgur.quantize"):
         fulgur.attention(plain, turned, x)
-    with pytest.raises(ValueError, match="^k: is not rotated, want fulgur.quantize"):
+    with pytest.raises(ValueError, match="^k: got rows that are not rotated, want fulgur.quantize"):
         fulgur.attention(turned, plain, x)
     with pytest.raises(ValueError, match="^v: got rotated codes"):
         fulgur.attention(turned, turned, turned)
