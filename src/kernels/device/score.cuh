@@ -97,11 +97,14 @@ __device__ __forceinline__ float alibi_score(const ScoreContext& at, float s) {
 
 // The dense bias of an entry, from memory. After the last row and key, where products have entries, it is another
 // one's.
-__device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext& at) {
+__device__ __forceinline__ float bias_up_to(const CallParams& p, const ScoreContext& at, int last_query) {
   if (!kBias) return 0;
-  const BiasElement bias = at.head.bias[min(at.query, p.sq - 1) * p.bias.row + min(at.key, p.sk - 1) * p.bias.key];
+  const BiasElement bias = at.head.bias[min(at.query, last_query) * p.bias.row + min(at.key, p.sk - 1) * p.bias.key];
   if constexpr (kBias == 1 + kBool) return bias ? 0 : -infinity();
   else return to_f32<Element(kBias ? kBias - 1 : kF32)>(bias);
+}
+__device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext& at) {
+  return bias_up_to(p, at, p.sq - 1);
 }
 
 // The place of an entry. After the last row and key, where products have entries, it is theirs.

@@ -57,7 +57,8 @@ __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, fl
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
     const ScoreContext entry = at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1));
-    S[i] = score<!kMapsTiles>(p, entry, S[i], bias_of(p, entry));
+    // Rows after the end of a sequence get the bias of its last one: the lazy rescale votes over the rows of a warp.
+    S[i] = score<!kMapsTiles>(p, entry, S[i], bias_up_to(p, entry, n.sq - 1));
   }
   if (!masked) return;
   if constexpr (kMapsTiles) {

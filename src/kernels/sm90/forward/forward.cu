@@ -100,14 +100,31 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
   wgmma_commit();
 }
 
+// How many rows of a strip belong to its sequence; maybe more than it has.
+__device__ __forceinline__ int valid_rows(const ForwardParams& p, const KeyWalk& walk, u32 view) {
+  if (!kTopLeft && !kPart) return walk.sk - walk.diagonal;
+  const Place place = load_place(view);
+  return lengths_of(p, place.batch).sq - place.row;
+}
+
+// The bias of rows after the end of a sequence is of no row that counts. It becomes what TMA gives where a tensor ends
+// (clear_rows_after_sequence() says why).
+__device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p, const KeyWalk& walk, u32 view,
+                                                          float (&bias)[8]) {
+  const int valid = valid_rows(p, walk, view);
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    if (int(warp_row() + thread_row()) + i / 2 % 2 * 8 >= valid) bias[i] = kBias == 1 + kBool ? -infinity() : 0;
+}
+
 // Scores of the products of a strip at `view` from the key of this thread's first column on. `bias`: the tile of a
 // dense bias.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
-                                                 int diagonal, int key, u32 bias) {
+                                                 const KeyWalk& walk, int key, u32 bias) {
   if constexpr (kMapsTiles && kScoreMode == 0 && kBias == 0) return;
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
-  diagonal += row;
+  const int diagonal = walk.diagonal + row;
   if (kScoreReadsHead) {
     const Place place = load_place(view);
     head = score_head(p, lengths_of(p, place.batch), place.batch, place.head);
@@ -118,6 +135,7 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
   for (int i = 0; i < kBlockKeys / 2; i += 8) {  // 16 keys
     float of_keys[8] = {};
     if constexpr (kBias != 0) load_bias_of_strip(bias, 2 * i, of_keys);
+    if constexpr (kBiasRows != 0 && (kPacked || kSeqUsedQ)) clear_bias_after_sequence(p, walk, view, of_keys);
 #pragma unroll
     for (int j = i; j < i + 8; ++j)
       S[j] = score<!kMapsTiles>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
@@ -151,11 +169,7 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
 __device__ __forceinline__ void clear_rows_after_sequence(const ForwardParams& p, const KeyWalk& walk, u32 view,
                                                           u32 strip, u32 barrier) {
   if (!walk.more()) return;
-  int valid = walk.sk - walk.diagonal;
-  if (kTopLeft || kPart) {
-    const Place place = load_place(view);
-    valid = lengths_of(p, place.batch).sq - place.row;
-  }
+  const int valid = valid_rows(p, walk, view);
   if (valid >= kStripRows) return;
   for (int panel = 0; panel < kQPanels; ++panel)
     for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
@@ -235,7 +249,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 #pragma unroll
         for (float& s : S) s *= scale.first;
       }
-      transform_scores(p, S, view, walk.diagonal, key,
+      transform_scores(p, S, view, walk, key,
                        keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes);
       if (kBias) keys.release_loaded(leader);
       const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
