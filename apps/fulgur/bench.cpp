@@ -166,7 +166,19 @@ struct Times {
   double seconds = 0;       ///< of a call
   double first = 0;         ///< of planning and the first call
   int64_t extra_bytes = 0;  ///< of memory, besides the inputs
+  ordered_json counts;      ///< of a paper's algorithm
 };
+
+/// What the kernels of a paper's algorithm move and compute, but for what depends on the scores.
+ordered_json counts_of(const Details& plan) {
+  ordered_json counts;
+  for (const std::string name :
+       {"bytes_read", "bytes_written", "products", "exponentials", "rescales"}) {
+    if (const std::string path = "counts." + name; plan.has(path))
+      counts[name] = plan.get<int64_t>(path);
+  }
+  return counts;
+}
 
 /// `work` counts bytes of decode, flops otherwise.
 ordered_json result(const bench::Case& c, double work, const Times& times, const Peaks& peaks) {
@@ -196,6 +208,7 @@ ordered_json result(const bench::Case& c, double work, const Times& times, const
   }
   row["gflop_per_s"] = rate * 1e-9;
   if (!c.algorithm.empty()) row["algorithm"] = c.algorithm;
+  if (!times.counts.is_null()) row["counts"] = times.counts;
   if (cuda) return row;
   row["percent_of_fma_peak"] = 100 * rate / (c.threads == 1 ? peaks.flops_1 : peaks.flops_all);
   return row;
@@ -252,7 +265,8 @@ Measured measure(const std::vector<bench::Case>& cases, int rounds, Device devic
     for (size_t i = 0; i < workloads.size(); ++i) {
       const bench::Case& c = measured.cases[work.size()];
       work.push_back(c.pass == "decode" ? c.bytes() : workloads[i].flops());
-      times.push_back({median(seconds[i]), first[i], workloads[i].extra_bytes()});
+      times.push_back({median(seconds[i]), first[i], workloads[i].extra_bytes(),
+                       counts_of(workloads[i].details())});
     }
   }
   measured.peaks = Peaks::median_of(peaks);
@@ -315,7 +329,7 @@ void print_ratios(const std::vector<bench::Case>& cases, const ordered_json& row
 }
 
 /// The rows of a report on a paper's cases: a line for each algorithm and pass, TFLOP/s by
-/// length, and the memory that the passes take besides their inputs.
+/// length, the memory that the passes take besides their inputs, and what both move and compute.
 class PaperTables {
  public:
   explicit PaperTables(const ordered_json& rows) {
@@ -324,7 +338,8 @@ class PaperTables {
       const int64_t n = row["sk"];
       Cell& cell = tables_[{row["d"], row["causal"]}][row["algorithm"]][n];
       Pass& pass = row["pass"] == "forward" ? cell.forward : cell.backward;
-      pass = {1e-3 * value("gflop_per_s"), value("ms"), value("extra_bytes")};
+      pass = {1e-3 * value("gflop_per_s"), value("ms"), value("extra_bytes"),
+              row.value("counts", ordered_json::object())};
       lengths_.insert(n);
     }
   }
@@ -335,15 +350,18 @@ class PaperTables {
                  table.second ? "causal" : "full", "");
       for (const int64_t n : lengths_) fmt::print("{:>9}", n);
       fmt::print("\n");
-      for (const char* const what : {"forward", "backward", "both", "memory, MB"}) {
+      for (const char* const what : {"forward", "backward", "both", "memory, MB", "moved, GB",
+                                     "products, G", "exp, G", "rescales, M"}) {
         for (const auto& [algorithm, cells] : algorithms) {
-          fmt::print("{:<16} {:<11}", what, algorithm);
+          std::string line;
+          bool any = false;
           for (const int64_t n : lengths_) {
             const auto found = cells.find(n);
             const double x = found == cells.end() ? 0 : found->second.value(what);
-            fmt::print("{:>9}", x == 0 ? "-" : fmt::format("{:.{}f}", x, x < 10 ? 1 : 0));
+            line += fmt::format("{:>9}", x == 0 ? "-" : fmt::format("{:.{}f}", x, x < 10 ? 1 : 0));
+            any = any || x != 0;
           }
-          fmt::print("\n");
+          if (any) fmt::print("{:<16} {:<11}{}\n", what, algorithm, line);
         }
       }
     }
@@ -353,6 +371,7 @@ class PaperTables {
  private:
   struct Pass {
     double tflops = 0, ms = 0, bytes = 0;
+    ordered_json counts;
     double work() const { return tflops * ms; }
   };
   struct Cell {
@@ -365,7 +384,16 @@ class PaperTables {
     double value(std::string_view what) const {
       if (what == "forward") return forward.tflops;
       if (what == "backward") return backward.tflops;
-      return what == "both" ? both() : 1e-6 * std::max(forward.bytes, backward.bytes);
+      if (what == "both") return both();
+      if (what == "memory, MB") return 1e-6 * std::max(forward.bytes, backward.bytes);
+      if (what == "moved, GB") return 1e-9 * (counted("bytes_read") + counted("bytes_written"));
+      if (what == "products, G") return 1e-9 * counted("products");
+      return what == "exp, G" ? 1e-9 * counted("exponentials") : 1e-6 * counted("rescales");
+    }
+    /// Of both passes; 0 where one has not been counted.
+    double counted(const char* name) const {
+      const bool known = forward.counts.contains(name) && backward.counts.contains(name);
+      return known ? forward.counts[name].get<double>() + backward.counts[name].get<double>() : 0;
     }
   };
   using Cells = std::map<int64_t, Cell>;

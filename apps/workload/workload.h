@@ -70,6 +70,7 @@ class Workload {
   void run() const;
   /// Waits until the runs are done.
   void wait() const;
+  Details details() const { return plan_.details(); }
   double flops() const { return plan_.flops(); }
   /// The tensors; those of the backward pass only where that is timed.
   const ForwardArgs& forward() const { return forward_; }

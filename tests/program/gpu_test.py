@@ -54,6 +54,20 @@ def test_explain_in_less_workspace(on_gpu):
     assert details(*shape, "--max-workspace", least, env=on_gpu)["workspace_bytes"] == least
 
 
+def test_bench_prints_the_counts_of_a_paper(on_gpu, tmp_path):
+    """Those that explain has of each pass."""
+    command = ["bench", "--device", "cuda", "--reproduce", "fa2", "--only", "fa2", "n:512", "d:64", "full"]
+    stdout = succeeds(*command, "--json", "fa2.json", env=on_gpu, cwd=tmp_path)
+    rows = {row["pass"]: row["counts"] for row in json.loads((tmp_path / "fa2.json").read_text())["results"]}
+    shape = ["--batch", "32", "--hq", "32", "--hk", "32", "--sq", "512", "--sk", "512", "--d", "64", "--dtype", "bf16"]
+    call = ["--device", "cuda", "--algorithm", "fa2", *shape]
+    assert rows["forward"] == details(*call, env=on_gpu)["counts"]
+    assert rows["backward"] == details(*call, "--backward", env=on_gpu)["counts"]
+    products = sum(counts["products"] for counts in rows.values())
+    assert re.search(rf"^products, G +fa2 +{products * 1e-9:.0f}$", stdout, re.M)
+    assert not re.search("^rescales", stdout, re.M)  # they depend on the scores
+
+
 TUNED = ["--sq", "700", "--hq", "4", "--hk", "2", "--d", "128", "--causal"]
 
 
