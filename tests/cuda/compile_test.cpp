@@ -712,6 +712,30 @@ TEST_F(Compile, EveryReachablePlanIsClean) {
   expect_clean(kernels, 8);
 }
 
+// Kernels have what their target has, also for cards whose own target has more.
+TEST(Reachable, KernelsAreOfTheirTarget) {
+  for (const Target target : {Target{90, Target::Form::kCubin}, Target{80, Target::Form::kPtx}}) {
+    const bool adds_four = features_of(target).has_red_v4;
+    size_t decoding = 0, adding = 0;
+    for (const Problem& problem : {forward_problem({.d = 64}), backward_problem({.d = 64})}) {
+      for_reachable(problem, target, [&](const Candidates& candidates) {
+        for (const auto& candidate : candidates) {
+          for (const KernelUse& use : candidate->kernels()) {
+            EXPECT_NE(use.request.source, "decode/decode_warpgroup.cu");
+            decoding += use.request.source.starts_with("decode/");
+            if (use.request.source != "portable/backward/keys.cu") continue;
+            ++adding;
+            const bool four = use.request.kernel_config.find("kDqByFours = 1") != std::string::npos;
+            EXPECT_EQ(four, adds_four) << target.name();
+          }
+        }
+      });
+    }
+    EXPECT_GT(decoding, 0u);
+    EXPECT_GT(adding, 0u);
+  }
+}
+
 constexpr std::array kPortableTargets = {"sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"};
 
 /// The kernels of the portable tiles that a target's cards have for each of some problems. `tiles`:

@@ -35,8 +35,9 @@ void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit) {
   const Architecture& architecture = architecture_of(target);
   const auto families = families_of(target, problem.algorithm);
-  for (const Card& card : architecture.cards) {
+  for (Card card : architecture.cards) {
     if (!runs(card.capability, target)) continue;
+    card.target = target;
     for_lengths(problem, [&](const Problem& p) {
       if (!no_family_computes(p, families).empty()) return;  // too long, or too many heads
       Reasons reasons;
