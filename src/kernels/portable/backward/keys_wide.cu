@@ -25,50 +25,14 @@ __device__ __forceinline__ void role_meets() {
 __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
                                                 const Steps& step, u32 statistics, float (&S)[kKeyTiles][kHalfRows / 2],
                                                 Weights& P) {
-  const Lengths& n = keys.n;
-  const int row = step.row() + part.half * kHalfRows;
   const bool masked = step.is_masked(p, keys);
-  const ScoreHead of_head = score_head(p, n, keys.batch, step.head());
-  const int query = row + int(thread_column());
-  statistics += 4 * (part.half * kHalfRows + thread_column());
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t) {
-    const int first = keys.first() + part.key + 16 * t;
-    const int key = first + int(thread_row());
-    const ScoreContext at = score_context(of_head, query, diagonal_of(band_of(p), n, query), key);
-    Kept<kHalfRows> kept;
-    if (kDropout)
-      kept = kept_transposed<kHalfRows>(p, smem + kLayout.dropout_key, dropout_head(p, keys.batch, step.head()), row,
-                                        first);
-    float slopes[kHasScoreSlope ? kHalfRows / 2 : 1];
-#pragma unroll
-    for (int j = 0; j < kHalfRows / 8; ++j) {
-      float shift[2];
-      load_shared_pair(statistics + 32 * j, shift[0], shift[1]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float& x = S[t][4 * j + i];
-        const ScoreContext entry = at.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
-        if (kHasScoreSlope) slopes[4 * j + i] = score_slope(p, entry, x);
-        x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias_of(p, entry), shift[i & 1], p.p_log2));
-      }
-    }
-    if (masked) {
-      hide_rows(S[t], visible_rows<kHalfRows>(p, n, key, row));
-      if constexpr (kMapsTiles) {
-#pragma unroll
-        for (int i = 0; i < kHalfRows / 2; ++i)
-          if (mask_mod_hides(p, at.moved(i / 4 * 8 + (i & 1), i & 2 ? 8 : 0))) S[t][i] = 0;
-      }
-    }
-#pragma unroll
-    for (int i = 0; i < kHalfRows / 4; ++i) {
-      P[t][i] = ElementP::pack(S[t][2 * i], S[t][2 * i + 1]);
-      if (kDropout) P[t][i] &= kept.pair(i);
-    }
+    TileWeights tile;
+    weights_of_tile(p, smem, keys, part, step, masked, statistics, keys.first() + part.key + 16 * t, S[t], P[t], tile);
     if (kHasScoreSlope) {
 #pragma unroll
-      for (int i = 0; i < kHalfRows / 2; ++i) S[t][i] *= slopes[i];
+      for (int i = 0; i < kHalfRows / 2; ++i) S[t][i] *= tile.slopes[i];
     }
   }
 }
