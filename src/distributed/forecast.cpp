@@ -4,11 +4,10 @@
 #include <cmath>
 
 #include "base/check.h"
+#include "distributed/plan.h"
 
 namespace fulgur {
 namespace {
-
-constexpr double kMostSteps = 4;  // of heads, at most, as in plan.cpp
 
 /// Bytes that a rank receives, by link.
 struct Traffic {
@@ -28,7 +27,7 @@ struct Traffic {
 struct WholeCall {
   double q, kv, out, lse, sums;  // sums: of dK and dV, in f32 where q has 16 bits
   int64_t hk;
-  bool backward;
+  bool backward, on_host;
   double seconds;  // on one device
 };
 
@@ -52,6 +51,7 @@ WholeCall whole_call(const Plan& plan) {
           .sums = kv * std::max(4.0, element),
           .hk = details.get<int64_t>("call.hk"),
           .backward = details.get<std::string>("call.pass") == "backward",
+          .on_host = details.get<std::string>("call.device") == "cpu",
           .seconds = details.get<double>("estimate_us") * 1e-6};
 }
 
@@ -76,7 +76,8 @@ Forecast by_gather(const WholeCall& s, const Ranks& ranks, int head_ranks) {
   const Traffic fetched = exchange((rows + s.kv) / N, L) + gather(s.kv, L, ranks);
   Traffic returned = exchange((s.backward ? s.q : s.out + s.lse) / N, L);
   if (s.backward) returned = returned + exchange(s.sums / N, L) + gather(s.sums, L, ranks);
-  const double steps = std::min<double>(kMostSteps, std::floor(static_cast<double>(s.hk) / L));
+  const auto steps = static_cast<double>(distributed::steps_of(
+      s.backward ? Pass::kBackward : Pass::kForward, s.on_host, s.hk / head_ranks));
   const auto step = [&](Traffic t) {
     t.in_node /= steps;
     t.between /= steps;

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <memory>
 #include <numeric>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -55,6 +56,9 @@ class Memory : public Order {
   virtual void abandon() {}
   /// The order in which a run computes.
   virtual std::unique_ptr<Order> computing(const Run& run) = 0;
+  /// A run on another stream, whose kernels start where those of `run` leave SMs idle; none where
+  /// the calls of a run use all of the machine one after the other.
+  virtual std::optional<Run> second(const Run&) { return {}; }
 
   static constexpr int kInCommon = 3;  // rooms in turn
   /// Whether ranks may have rooms in common.

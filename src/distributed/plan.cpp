@@ -23,10 +23,6 @@ using distributed::RowsPlan;
 
 namespace {
 
-// Of heads: the transfers of one run during the products of another. A GPU computes few as fast as
-// many only where they fill it. Where nothing is transferred, steps bound memory alone.
-constexpr int64_t kSteps = 4, kStepsOfGpu = 2;
-
 const char* name_of(Sharding sharding) {
   switch (sharding) {
     case Sharding::kContiguous:
@@ -323,7 +319,7 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   const bool transfers = !in_common() || problem.pass == Pass::kBackward;
   steps = gathers_queries() || !transfers
               ? 1
-              : std::min(problem.device == Device{} ? kSteps : kStepsOfGpu, most);
+              : distributed::steps_of(problem.pass, problem.device == Device{}, most);
   for (;; ++steps) {
     step_bytes = common_bytes = 0;
     for (int64_t step = 0; step < steps; ++step) {
@@ -344,6 +340,15 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   } else {
     planned_backward = args;
   }
+}
+
+int64_t distributed::steps_of(Pass pass, bool on_host, int64_t heads) {
+  // The transfers of one run during the products of another. On a GPU each step ends with SMs that
+  // idle, for about as long as 8 kv heads take to come: it is worth it for more of them, and for
+  // sums in f32 that return.
+  constexpr int64_t kSteps = 4, kStepsOfGpu = 2, kHeadsOfStep = 16;
+  const int64_t of_gpu = pass == Pass::kBackward || heads > kHeadsOfStep ? kStepsOfGpu : int64_t{1};
+  return std::min(on_host ? kSteps : of_gpu, heads);
 }
 
 distributed::Memory& distributed::memory_of(Group::Impl& group, Device device) {

@@ -174,6 +174,10 @@ struct Step {
   }
 };
 
+/// The steps of so many kv heads of a rank in which a call is computed, if memory does not want
+/// more.
+int64_t steps_of(Pass pass, bool on_host, int64_t heads);
+
 /// What moves tensors there between the ranks of a group. Collective, where it is new.
 Memory& memory_of(Group::Impl& group, Device device);
 

@@ -380,10 +380,14 @@ void compute_by(
 /// the sequence and its lengths, too.
 void add_expressions(Workload& w) {
   constexpr int64_t kWidth = 40;
-  static std::vector<float> table(4 * kWidth), gradient(4 * kWidth);
-  static std::vector<int32_t> documents(2 * 512);
-  for (size_t i = 0; i < table.size(); ++i) table[i] = std::sin(static_cast<float>(i));
-  for (size_t i = 0; i < documents.size(); ++i) documents[i] = static_cast<int32_t>(i % 512 / 90);
+  static const Dense table(DType::kF32, {4, kWidth}), gradient(DType::kF32, {4, kWidth});
+  static const Dense of_rows(DType::kI32, {2, 512});
+  static std::vector<double> documents(2 * 512);
+  static std::vector<double> values(4 * kWidth);
+  for (size_t i = 0; i < values.size(); ++i) values[i] = std::sin(static_cast<float>(i));
+  for (size_t i = 0; i < documents.size(); ++i) documents[i] = static_cast<double>(i % 512 / 90);
+  write(table, values);
+  write(of_rows, documents);
   const TensorSymbol of_table("table", DType::kF32, 2), of_documents("doc", DType::kI32, 2);
   w.options.score_mod = parse_expression(
       "score + table[h, clamp(q - k, 0, 39)] * (1 + to_float(b) / to_float(sk + sq + hk))",
@@ -391,16 +395,15 @@ void add_expressions(Workload& w) {
   w.options.mask_mod = parse_expression("doc[b, q] == doc[b, k] || k < 5", {of_documents});
   w.score_value = [](const ScorePlace& p) {
     const int64_t at = std::clamp<int64_t>(p.q - p.k, 0, 39);
-    return p.score + table[p.h * kWidth + at] *
+    return p.score + values[p.h * kWidth + at] *
                          (1 + static_cast<double>(p.b) / static_cast<double>(p.sk + p.sq + p.hk));
   };
   w.mask_value = [](const ScorePlace& p) {
     return documents[p.b * 512 + p.q] == documents[p.b * 512 + p.k] || p.k < 5 ? 1.0 : 0.0;
   };
-  w.forward.tensors = {{"table", ConstTensor::contiguous(table.data(), DType::kF32, {4, kWidth})},
-                       {"doc", ConstTensor::contiguous(documents.data(), DType::kI32, {2, 512})}};
+  w.forward.tensors = {{"table", table}, {"doc", of_rows}};
   w.backward.tensors = w.forward.tensors;
-  w.backward.tensors[0].grad = Tensor::contiguous(gradient.data(), DType::kF32, {4, kWidth});
+  w.backward.tensors[0].grad = gradient;
 }
 
 std::vector<Problem> problems() {
@@ -523,6 +526,44 @@ TEST(Distributed, InvariantToRanks) {
         EXPECT_NEAR(read(w.backward.tensors[0].grad)[i], table[i], 1e-5);
       }
     }
+  }
+}
+
+// Less memory takes more steps of fewer heads, down to one kv head, and gives the same bits.
+TEST(Distributed, WorkspaceIsBounded) {
+  Workload w({.dtype = DType::kF32, .sq = 300, .sk = 300, .hq = 8, .hk = 8, .mask = causal()}, 11);
+  w.options.threads = 1;
+  const Group alone = Group::from_env();
+  const Distribution zigzag{.sharding = Sharding::kZigzag};
+  for (const bool invariant : {false, true}) {
+    const auto bounded = [&](const auto& tensors) {
+      SCOPED_TRACE(testing::Message() << (invariant ? "invariant" : "fast"));
+      Options options = w.options;
+      options.invariant = invariant;
+      const auto planned = [&](int64_t bytes) {
+        options.max_workspace = bytes;
+        return plan(tensors, options, alone, zigzag);
+      };
+      const DistributedPlan fastest = planned(0);
+      fastest.run(tensors);
+      const auto want = all_bits(w);
+      const std::string said = message_of([&] { planned(1); });
+      const std::string before = "max_workspace: got 1 bytes, want at least ";
+      ASSERT_EQ(said.substr(0, before.size()), before);
+      const int64_t least = std::stoll(said.substr(before.size()));
+      EXPECT_LT(least, fastest.workspace_bytes());
+      for (int64_t bytes = least; bytes < fastest.workspace_bytes(); bytes += bytes / 3) {
+        const DistributedPlan smaller = planned(bytes);
+        EXPECT_LE(smaller.workspace_bytes(), bytes);
+        EXPECT_GE(smaller.workspace_bytes(), least);
+        EXPECT_NE(smaller.explain(), fastest.explain());
+        smaller.run(tensors);
+        EXPECT_EQ(all_bits(w), want);
+      }
+      EXPECT_NE(message_of([&] { planned(least - 1); }), "");
+    };
+    bounded(static_cast<ForwardArgs>(w.forward));
+    bounded(static_cast<BackwardArgs>(w.backward));
   }
 }
 

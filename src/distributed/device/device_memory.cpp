@@ -14,6 +14,7 @@
 #include "base/check.h"
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/launch.h"
+#include "cuda/device/launch_memory.h"
 #include "kernels/backward/add_rows_params.h"
 
 namespace fulgur::distributed {
@@ -145,6 +146,7 @@ DeviceMemory::DeviceMemory(Group::Impl& group, int index)
     const CurrentContext current(gpu_.context());
     check(driver().cuStreamCreateWithPriority(&stream_, CU_STREAM_NON_BLOCKING, kPriority),
           "cuStreamCreate");
+    check(driver().cuStreamCreate(&second_, CU_STREAM_NON_BLOCKING), "cuStreamCreate");
   } catch (const Error& failed) {
     error = failed;
   }
@@ -165,6 +167,7 @@ DeviceMemory::~DeviceMemory() {
   try {
     const CurrentContext current(gpu_.context());
     driver().cuStreamSynchronize(stream_);
+    driver().cuStreamSynchronize(second_);
     signals_.reset();
     for (const auto& of_rank : opened_) {
       for (const Opened& other : of_rank) {
@@ -176,6 +179,7 @@ DeviceMemory::~DeviceMemory() {
     }
     for (const CUdeviceptr data : replaced_) driver().cuMemFree(data);
     driver().cuStreamDestroy(stream_);
+    driver().cuStreamDestroy(second_);
   } catch (const Error&) {  // the process ends, and the driver has
   }
 }
@@ -281,6 +285,7 @@ void DeviceMemory::settle() {
 
 void DeviceMemory::abandon() {
   try {
+    const OutsideCapture outside;
     while (signals_ && !done(std::chrono::milliseconds(0))) signals_->end_waits(count_);
   } catch (const Error&) {  // the device does nothing more
   }
@@ -292,6 +297,12 @@ std::unique_ptr<Order> DeviceMemory::computing(const Run& run) {
     fail("stream", "is being captured, want calls of groups outside of graphs");
   }
   return std::make_unique<OnStream<Order>>(gpu_, static_cast<CUstream>(run.stream));
+}
+
+std::optional<Run> DeviceMemory::second(const Run& run) {
+  Run other = run;
+  other.stream = second_;
+  return other;
 }
 
 }  // namespace fulgur::distributed

@@ -47,6 +47,7 @@ class DeviceMemory final : public OnStream<Memory> {
   void settle() override;
   void abandon() override;
   std::unique_ptr<Order> computing(const Run& run) override;
+  std::optional<Run> second(const Run& run) override;
 
  private:
   struct Room {
@@ -85,6 +86,7 @@ class DeviceMemory final : public OnStream<Memory> {
   bool unsettled_ = false;
   uint32_t count_ = 0;  ///< of exchanges
   std::optional<Signals> signals_;
+  cuda::CUstream second_ = nullptr;
 };
 
 }  // namespace fulgur::distributed

@@ -7,6 +7,7 @@
 #include "appended.h"
 #include "device.h"
 #include "engine_memory.h"
+#include "fulgur/distributed/plan.h"
 #include "shared.h"
 
 namespace fulgur::test {
@@ -143,6 +144,31 @@ TEST_F(Graphs, FirstCallIsRefused) {
   EXPECT_EQ(status_of([&] { forward(unseen.args(), {}, stream.run()); }), Status::kOk);
   stream.synchronize();
   EXPECT_NE(unseen.result(), untouched);
+}
+
+// The host takes part in each step of a group's call. The capture goes on; the group does not, as
+// its ranks would wait.
+TEST_F(Graphs, CallsOfGroupsAreRefused) {
+  const Stream stream;
+  const DeviceCall call(1, 300, 300, 3, 64);
+  const Plan plan = fulgur::plan(call.args());
+  const auto result = call.result_of(plan);
+  const Group group = Group::from_env();
+  const DistributedPlan of_group = fulgur::plan(call.args(), {}, group, {});
+  of_group.run(call.args(), stream.run());
+  stream.synchronize();
+  EXPECT_EQ(call.result(), result);
+  std::string message;
+  const Graph graph(stream, [&] {
+    message = message_of([&] { of_group.run(call.args(), stream.run()); });
+    plan.run(call.args(), stream.run());
+  });
+  EXPECT_EQ(message, "stream: is being captured, want calls of groups outside of graphs");
+  EXPECT_NE(group.dead(), "");
+  call.poison(stream.get());
+  graph.launch(stream);
+  stream.synchronize();
+  EXPECT_EQ(call.result(), result);
 }
 
 // The bytes of a contiguous tensor from one place to another, on either device.

@@ -1,0 +1,404 @@
+#include "distributed/step_calls.h"
+
+#include <algorithm>
+#include <functional>
+#include <limits>
+#include <optional>
+
+#include "base/convert.h"
+
+namespace fulgur::distributed {
+namespace {
+
+/// Elements [begin, begin + count) of a dimension, of which there may be one for all.
+template <class T>
+T narrow(T t, int dim, int64_t begin, int64_t count) {
+  if (!t.given() || t.shape[dim] == 1) return t;
+  using Byte = std::conditional_t<std::is_same_v<T, Tensor>, std::byte, const std::byte>;
+  t.data = static_cast<Byte*>(t.data) + begin * t.strides[dim] * size_of(t.dtype);
+  t.shape[dim] = count;
+  return t;
+}
+
+int64_t count_of(const KeyRange& keys) { return keys.end - keys.begin; }
+
+/// Of the bias of all ranks, or of its gradient: some queries and keys.
+template <class T>
+T part_of_bias(const T& whole, const Sequences& s, const Heads& heads, const Heads& queries,
+               const Heads& keys) {
+  T t = narrow(whole, 0, s.number, s.count);
+  t = narrow(t, 1, heads.begin, heads.count);
+  t = narrow(t, 2, queries.begin, queries.count);
+  return narrow(t, 3, keys.begin, keys.count);
+}
+template <class T>
+T of_bias(const T& whole, const RowsCall& c, const Heads& heads) {
+  return part_of_bias(whole, c.of, heads, {c.run.begin, c.size}, {c.keys.begin, count_of(c.keys)});
+}
+
+Part part(const ConstTensor& t) { return Part::of_rows(t); }
+Part part(const Tensor& t) { return Part::of_rows(t); }
+
+}  // namespace
+
+template <class Args>
+StepCalls<Args>::StepCalls(const RowsPlan& plan, const Args& args, const Run& run)
+    : plan_(plan),
+      p_(plan.problem),
+      args_(args),
+      run_(run),
+      memory_(*plan.memory),
+      computing_(memory_.computing(run)),
+      used_q_(plan.used_queries(args.lengths)),
+      used_k_(plan.used_keys(args.lengths)) {
+  run_.workspace = {};
+  memory_.after(computing_->mark());
+  make_sums();
+  streams_.fill({run_, computing_.get()});
+  // Gradients of keys are sums over calls, which follow each other.
+  const std::optional<Run> second = kBackward ? std::nullopt : memory_.second(run_);
+  if (!second) return;
+  second_ = memory_.computing(*second);
+  streams_[1] = {*second, second_.get()};
+}
+
+template <class Args>
+Order::Mark StepCalls<Args>::mark() {
+  streams_[1].order->after(computing_->mark());
+  return streams_[1].order->mark();
+}
+
+template <class Args>
+void StepCalls<Args>::join() {
+  computing_->after(streams_[1].order->mark());
+}
+
+template <class Args>
+void StepCalls<Args>::after(const Order::Mark& mark) {
+  for (const Stream& stream : streams_) stream.order->after(mark);
+}
+
+/// Calls visit(source rank, run, sequences) for all runs of ranks whose queries, or keys, this
+/// rank has to compute; of each sequence where they have lengths of their own.
+template <class Args>
+template <class Visit>
+void StepCalls<Args>::each_run(const Rows& rows, const Visit& visit) const {
+  const bool alone = !plan_.packed && has_lengths();
+  for (int source = 0; source < plan_.group.size(); ++source) {
+    if (!plan_.same_node(plan_.me, source)) continue;
+    for (const RowRun& run : rows.of(source)) {
+      for (int64_t b = 0; b < (alone ? p_.batch : 1); ++b) {
+        const int64_t number = alone ? b : run.sequence;
+        visit(source, run,
+              Sequences{
+                  .number = number,
+                  .first = b,
+                  .count = alone ? 1 : p_.batch,
+                  .queries = used_q_.empty() ? plan_.q_rows.length(run.sequence) : used_q_[number],
+                  .keys = used_k_.empty() ? plan_.k_rows.length(run.sequence) : used_k_[number]});
+      }
+    }
+  }
+}
+
+/// The queries of this rank, where they are.
+template <class Args>
+void StepCalls<Args>::set_queries(int64_t number, Step& step) const {
+  const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
+  const auto of_heads = [&](const Part& x) { return x.heads(heads.begin, heads.count); };
+  step.q = of_heads(part(args_.q));
+  step.out = of_heads(part(args_.out));
+  if (p_.has(Arg::kLse)) step.lse = of_heads(Part::of_lse(args_.lse));
+  if constexpr (kBackward) {
+    step.dout = of_heads(part(args_.dout));
+    if (p_.has(Arg::kDlse)) step.dlse = of_heads(Part::of_lse(args_.dlse));
+    step.dq = of_heads(part(args_.dq));
+  }
+}
+
+/// The options of a call of a part of a sequence.
+template <class Args>
+Options StepCalls<Args>::options_of(const Sequences& s, const Heads& heads, int64_t query,
+                                    int64_t key) const {
+  Options options = plan_.options;
+  options.max_seqlen_q = options.max_seqlen_k = options.max_workspace = 0;
+  options.origin = {.batch = s.number,
+                    .head = heads.begin,
+                    .query = query,
+                    .key = key,
+                    .heads = p_.hq,
+                    .queries = s.queries,
+                    .keys = s.keys};
+  return options;
+}
+
+/// The calls of a step, the one with the most scores first: a short one then fills what it leaves
+/// idle at its end. Sums of dk and dv are of the keys that some row of a call sees.
+template <class Args>
+std::vector<RowsCall> StepCalls<Args>::calls_of_step() const {
+  std::vector<RowsCall> calls;
+  each_run(plan_.q_rows, [&](int source, const RowRun& run, const Sequences& s) {
+    const int64_t size = std::min(run.end, s.queries) - run.begin;
+    if (size <= 0) return;
+    KeyRange keys{0, s.keys};
+    if (kBackward && !plan_.gathers_queries()) {
+      constexpr int64_t kKeys = 64;  // at a multiple of which those of a call begin
+      keys = visible_keys(p_.mask, {.sq = s.queries, .sk = s.keys}, run.begin, run.begin + size);
+      keys.begin = std::min(keys.begin, keys.end) / kKeys * kKeys;
+    }
+    calls.push_back({source, run, s, size, keys});
+  });
+  std::ranges::stable_sort(calls, std::greater(), [](const RowsCall& c) {
+    return static_cast<double>(c.size) * static_cast<double>(c.keys.end - c.keys.begin);
+  });
+  return calls;
+}
+
+template <class Args>
+void StepCalls<Args>::compute(int64_t number, const Step& step) {
+  const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
+  if (has_lengths() || !dsinks.empty()) memory_.settle();  // the host waits for the step
+  if (has_lengths()) write_padding(step);
+  const std::vector<RowsCall> calls = calls_of_step();
+  bool stores = false;  // the first call its dk and dv where those of others are added
+  if constexpr (kBackward) {
+    if (args_.dsinks.given()) compute_dsinks(heads, step);
+    stores = first_call_covers();
+    const KeyRange stored = stores ? calls.front().keys : KeyRange{};
+    if (has_lengths() || !plan_.gathers_queries()) {
+      clear_outside(stored, step.dk);
+      clear_outside(stored, step.dv);
+    }
+  }
+  streams_[1].order->after(computing_->mark());
+  for (size_t i = 0; i < calls.size(); ++i) {
+    const RowsCall& c = calls[i];
+    const Stream& stream = streams_[i % 2];
+    Args call = call_of(c, heads, step);
+    const Options options = options_of(c.of, heads, c.run.begin, c.keys.begin);
+    if constexpr (kBackward) {
+      const bool in_place = i == 0 && stores;
+      const auto part = [&](const Part& x) { return c.of.of(x).rows(0, count_of(c.keys)); };
+      const Part dk = in_place ? keys_of(c, step.dk) : part(step.part_dk);
+      const Part dv = in_place ? keys_of(c, step.dv) : part(step.part_dv);
+      call.dk = dk.tensor();
+      call.dv = dv.tensor();
+      backward(call, options, c, heads, stream);
+      if (plan_.gathers_queries() || in_place) continue;
+      stream.order->add(dk, keys_of(c, step.dk));
+      stream.order->add(dv, keys_of(c, step.dv));
+    } else {
+      call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
+      fulgur::forward(call, options, stream.run);
+    }
+  }
+  if constexpr (kBackward) {
+    if (plan_.gathers_queries()) compute_key_gradients(heads, step);
+  }
+}
+
+/// What a call has of a step and of the caller's tensors, gradients of keys aside.
+template <class Args>
+Args StepCalls<Args>::call_of(const RowsCall& c, const Heads& heads, const Step& step) const {
+  const int64_t at = plan_.place(plan_.me, c.source, c.run);
+  const auto rows = [&](const Part& x) { return c.of.of(x).rows(at, c.size); };
+  const auto keys = [&](const Part& x) { return keys_of(c, x).tensor(); };
+  Args call;
+  call.q = rows(step.q).tensor();
+  call.k = keys(step.k);
+  call.v = keys(step.v);
+  call.out = rows(step.out).tensor();
+  if (p_.has(Arg::kLse)) call.lse = rows(step.lse).lse();
+  call.alibi_slopes = slopes(heads, c.of);
+  call.rng_state = args_.rng_state;
+  call.bias = of_bias(args_.bias, c, heads);
+  call.tensors = args_.tensors;
+  if constexpr (kBackward) {
+    call.dout = rows(step.dout).tensor();
+    if (p_.has(Arg::kDlse)) call.dlse = rows(step.dlse).lse();
+    call.dq = rows(step.dq).tensor();
+  }
+  return call;
+}
+
+/// The keys of a call, of those of all sequences.
+template <class Args>
+Part StepCalls<Args>::keys_of(const RowsCall& c, const Part& x) const {
+  return c.of.of(x).rows(plan_.k_rows.begin(c.run.sequence) + c.keys.begin, count_of(c.keys));
+}
+
+/// Computes a call, and adds what it gives of gradients that all ranks get whole.
+template <class Args>
+void StepCalls<Args>::backward(Args call, const Options& options, const RowsCall& c,
+                               const Heads& heads, const Stream& stream) const {
+  if constexpr (kBackward) {
+    auto whole = sums.whole.begin();
+    Part bias, sum_of_bias;
+    if (args_.dbias.given()) {
+      const Tensor to = of_bias(whole->shaped(whole->sums), c, heads);
+      bias = whole->of_call;
+      bias.shape = to.shape;
+      sum_of_bias = Part::of_rows(to);
+      bias = bias.packed(bias.data);
+      call.dbias = bias.tensor();
+      ++whole;
+    }
+    take_rooms(call.tensors);
+    fulgur::backward(call, options, stream.run);
+    if (args_.dbias.given()) stream.order->add(bias, sum_of_bias);
+    for (; whole != sums.whole.end(); ++whole) stream.order->add(whole->of_call, whole->sums);
+  }
+}
+
+/// Tensors of expressions get the gradients of a call where there is room for them.
+template <class Args>
+void StepCalls<Args>::take_rooms(std::vector<TensorBinding>& tensors) const {
+  auto room = sums.whole.rbegin();
+  for (auto t = tensors.rbegin(); t != tensors.rend(); ++t) {
+    if (!t->grad.given()) continue;
+    t->grad = room->shaped(room->of_call);
+    ++room;
+  }
+}
+
+/// Sums of dk or dv of all keys but some, which are stored.
+template <class Args>
+void StepCalls<Args>::clear_outside(const KeyRange& stored, const Part& of_keys) const {
+  if (stored.empty()) return computing_->clear(of_keys);
+  for (int64_t b = 0; b < of_keys.shape[0]; ++b) {
+    const Part of_sequence = of_keys.slice(0, b, 1);
+    computing_->clear(of_sequence.rows(0, stored.begin));
+    computing_->clear(of_sequence.rows(stored.end, of_keys.shape[1] - stored.end));
+  }
+}
+
+/// Whether the first call of a step has all keys of all sequences, so that its dk and dv are
+/// where others are added.
+template <class Args>
+bool StepCalls<Args>::first_call_covers() const {
+  return !plan_.gathers_queries() && !plan_.packed && !has_lengths() && plan_.queries() > 0;
+}
+
+/// What no query and no key gets: no results, and gradients of 0.
+template <class Args>
+void StepCalls<Args>::write_padding(const Step& step) const {
+  if constexpr (kBackward) {
+    fill(step.dq, 0);
+  } else {
+    fill(step.out, 0);
+    if (p_.has(Arg::kLse)) fill(step.lse, -std::numeric_limits<float>::infinity());
+  }
+}
+
+template <class Args>
+void StepCalls<Args>::fill(Part to, float value) const {
+  const std::vector<float> row(to.shape[3], value);
+  const int64_t bytes = std::ssize(row) * int64_t{sizeof(float)};
+  Part from{memory_.room(Memory::kRow, bytes), DType::kF32, to.shape, {0, 0, 0, 1}, p_.device};
+  computing_->upload(from.data, row.data(), bytes);
+  computing_->round(from, to);
+}
+
+template <class Args>
+ConstTensor StepCalls<Args>::slopes(const Heads& heads, const Sequences& s) const {
+  const ConstTensor& t = args_.alibi_slopes;
+  const ConstTensor own = t.rank == 2 ? narrow(t, 0, s.number, s.count) : t;
+  return narrow(own, t.rank - 1, heads.begin, heads.count);
+}
+
+/// dK and dV of the keys of this node, by all queries.
+template <class Args>
+void StepCalls<Args>::compute_key_gradients(const Heads& heads, const Step& step) {
+  if constexpr (kBackward) {
+    each_run(plan_.k_rows, [&](int, const RowRun& run, const Sequences& s) {
+      const int64_t size = std::min(run.end, s.keys) - run.begin;
+      if (size <= 0) return;
+      const int64_t first = plan_.q_rows.begin(run.sequence), count = s.queries;
+      const auto queries = [&](const Part& x) { return s.of(x).rows(first, count); };
+      const auto keys = [&](const Part& x) {
+        return s.of(x).rows(plan_.k_rows.row(run), size).tensor();
+      };
+      Args call;
+      call.q = queries(step.q).tensor();
+      call.k = keys(step.k);
+      call.v = keys(step.v);
+      call.out = queries(step.out).tensor();
+      call.lse = queries(step.lse).lse();
+      call.dout = queries(step.dout).tensor();
+      if (p_.has(Arg::kDlse)) call.dlse = queries(step.dlse).lse();
+      call.alibi_slopes = slopes(heads, s);
+      call.rng_state = args_.rng_state;
+      call.bias = part_of_bias(args_.bias, s, heads, {0, count}, {run.begin, size});
+      call.tensors = args_.tensors;
+      take_rooms(call.tensors);  // unused, but calls without them have other kernels, and bits
+      call.dq = queries(step.unused_dq).tensor();
+      call.dk = keys(step.dk);
+      call.dv = keys(step.dv);
+      fulgur::backward(call, options_of(s, heads, 0, run.begin), run_);
+    });
+  }
+}
+
+/// Those of the queries at hand, which need no keys: LSE knows of them.
+template <class Args>
+void StepCalls<Args>::compute_dsinks(const Heads& heads, const Step& step) {
+  if constexpr (kBackward) {
+    const bool whole = plan_.gathers_queries();
+    if (whole && plan_.me >= plan_.head_ranks) return;              // others have the same
+    std::vector<double> sinks(heads.count), of_heads(heads.count);  // room for any dtype
+    const DType dtype = whole ? args_.sinks.dtype : DType::kF32;
+    for (int64_t h = 0; h < heads.count; ++h) {
+      const ConstTensor one = narrow(args_.sinks, 0, heads.begin + h, 1);
+      double element = 0;  // room for any dtype
+      if (on_host(one)) {
+        plan_.host_memory->download(&element, one.data, size_of(one.dtype));
+      } else {
+        computing_->download(&element, one.data, size_of(one.dtype));
+      }
+      store_element(sinks.data(), dtype, h, load_element(&element, one.dtype, 0));
+    }
+    Args call;
+    call.q = step.q.tensor();
+    call.k = step.k.rows(0, 0).tensor();
+    call.v = step.v.rows(0, 0).tensor();
+    call.out = step.out.tensor();
+    call.lse = step.lse.lse();
+    call.dout = step.dout.tensor();
+    if (p_.has(Arg::kDlse)) call.dlse = step.dlse.lse();
+    call.dq = step.dq.tensor();
+    call.dk = step.part_dk.rows(0, 0).tensor();
+    call.dv = step.part_dv.rows(0, 0).tensor();
+    call.sinks = ConstTensor::contiguous(sinks.data(), dtype, {heads.count});
+    std::byte* const room = memory_.room(Memory::kRow, p_.hq * int64_t{sizeof(double)});
+    call.dsinks = Tensor::contiguous(room, dtype, {heads.count});
+    call.dsinks.device = p_.device;
+    Options options;
+    options.invariant = p_.invariant;
+    options.threads = plan_.options.threads;
+    options.engine = plan_.options.engine;
+    fulgur::backward(call, options, run_);
+    computing_->download(of_heads.data(), room, heads.count * size_of(dtype));
+    for (int64_t h = 0; h < heads.count; ++h) {
+      dsinks[heads.begin + h] = load_element(of_heads.data(), dtype, h);
+    }
+  }
+}
+
+template <class Args>
+void StepCalls<Args>::make_sums() {
+  if constexpr (kBackward) {
+    StepMemory counted(nullptr);
+    Sums(plan_, args_, counted);
+    StepMemory arena(memory_.room(Memory::kSums, counted.used()), p_.device);
+    sums = Sums(plan_, args_, arena);
+    memory_.clear(sums.dk);
+    memory_.clear(sums.dv);
+    for (const WholeGradient& g : sums.whole) memory_.clear(g.sums);
+    if (args_.dsinks.given()) dsinks.resize(p_.hq);
+  }
+}
+
+template class StepCalls<ForwardArgs>;
+template class StepCalls<BackwardArgs>;
+
+}  // namespace fulgur::distributed

@@ -1,0 +1,93 @@
+/// What a rank computes of a call of all ranks, step by step.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "call/mask.h"
+#include "distributed/memory.h"
+#include "distributed/plan.h"
+
+namespace fulgur::distributed {
+
+/// Sequences of the batch, side by side, that a call computes, and their lengths. The first one's
+/// number is that of all packed sequences.
+struct Sequences {
+  int64_t number, first, count, queries, keys;
+
+  Part of(const Part& x) const { return x.slice(0, first, count); }
+};
+
+/// A run of rows as a call, with those of all keys that it computes with.
+struct RowsCall {
+  int source;
+  RowRun run;
+  Sequences of;
+  int64_t size;
+  KeyRange keys;
+};
+
+/// The calls of the one-device engine that a run makes of its steps. A run of rows is a call, so
+/// that the sums of a row are those of one device.
+template <class Args>
+class StepCalls {
+  static constexpr bool kBackward = std::is_same_v<Args, BackwardArgs>;
+
+ public:
+  StepCalls(const RowsPlan& plan, const Args& args, const Run& run);
+
+  /// The queries of this rank, where they are.
+  void set_queries(int64_t number, Step& step) const;
+  void compute(int64_t number, const Step& step);
+
+  /// All calls until now.
+  Order::Mark mark();
+  /// Calls from now on wait for a mark.
+  void after(const Order::Mark& mark);
+  /// The stream of the run waits for all calls.
+  void join();
+
+  Sums sums;                   ///< of a backward pass
+  std::vector<double> dsinks;  ///< of each head, if they are wanted
+
+ private:
+  /// What calls are put on.
+  struct Stream {
+    Run run;
+    Order* order = nullptr;
+  };
+
+  bool has_lengths() const { return !used_q_.empty() || !used_k_.empty(); }
+  template <class Visit>
+  void each_run(const Rows& rows, const Visit& visit) const;
+  std::vector<RowsCall> calls_of_step() const;
+  Options options_of(const Sequences& s, const Heads& heads, int64_t query, int64_t key) const;
+  Args call_of(const RowsCall& c, const Heads& heads, const Step& step) const;
+  void backward(Args call, const Options& options, const RowsCall& c, const Heads& heads,
+                const Stream& stream) const;
+  void take_rooms(std::vector<TensorBinding>& tensors) const;
+  void compute_key_gradients(const Heads& heads, const Step& step);
+  void compute_dsinks(const Heads& heads, const Step& step);
+  bool first_call_covers() const;
+  void clear_outside(const KeyRange& stored, const Part& sums) const;
+  void write_padding(const Step& step) const;
+  void fill(Part to, float value) const;
+  Part keys_of(const RowsCall& c, const Part& x) const;
+  ConstTensor slopes(const Heads& heads, const Sequences& s) const;
+  void make_sums();
+
+  const RowsPlan& plan_;
+  const Problem& p_;
+  const Args& args_;
+  Run run_;
+  Memory& memory_;
+  std::unique_ptr<Order> computing_, second_;
+  /// A forward step's calls take them in turn: one begins where the one before leaves SMs idle.
+  std::array<Stream, 2> streams_;
+  std::vector<int64_t> used_q_, used_k_;  // of each sequence, where not all rows exist
+};
+
+}  // namespace fulgur::distributed
