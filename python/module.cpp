@@ -478,7 +478,12 @@ NB_MODULE(_fulgur, m) {
   m.def("dequantize", &dequantize, "views"_a, "threads"_a, "stream"_a);
   m.def("format", &format, "name"_a);
   m.def("engines", &engines);
-  m.def("register_torch_ops", &fulgur::python::register_torch_ops);
+  m.def("register_torch_ops", [] {
+    fulgur::python::register_torch_ops();
+    // PyTorch keeps the functions of operators, and with them this module: at the end of the process
+    // that is no leak.
+    nb::set_leak_warnings(false);
+  });
   nb::class_<fulgur::python::TorchRuns>(m, "TorchRuns")
       .def(nb::init<nb::tuple, nb::object, nb::dict, nb::object>(), "types"_a, "empty_like"_a,
            "dtypes"_a, "differentiates"_a)

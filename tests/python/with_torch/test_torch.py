@@ -576,6 +576,13 @@ assert i == 7
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
+def test_the_end_of_a_process_says_nothing():
+    code = "import torch, fulgur.torch; fulgur.torch.attention(*[torch.ones(1, 2, 1, 8, requires_grad=True)] * 3)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stderr == ""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=["f32", "bf16", "f64"])
 def test_scores(dtype):
     """Of views whose rows are not in one piece, too: softmax and values make attention of them."""
