@@ -480,19 +480,16 @@ NB_MODULE(_fulgur, m) {
   m.def("engines", &engines);
   m.def("register_torch_ops", [] {
     fulgur::python::register_torch_ops();
-    // PyTorch keeps the functions of operators, and with them this module: at the end of the process
-    // that is no leak.
+    // PyTorch keeps the functions of operators, and with them this module: at the end of the
+    // process that is no leak.
     nb::set_leak_warnings(false);
   });
   nb::class_<fulgur::python::TorchRuns>(m, "TorchRuns")
-      .def(nb::init<nb::tuple, nb::object, nb::dict, nb::object>(), "types"_a, "empty_like"_a,
-           "dtypes"_a, "differentiates"_a)
-      .def("run", &fulgur::python::TorchRuns::run, "plan"_a, "results"_a, "q"_a.none(),
+      .def(nb::init<nb::tuple, nb::object>(), "types"_a, "differentiates"_a)
+      .def("run", &fulgur::python::TorchRuns::run, "plan"_a, "with_lse"_a, "q"_a.none(),
            "k"_a.none(), "v"_a.none(), "given"_a);
   nb::class_<fulgur::python::TorchDirect>(m, "TorchDirect")
-      .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object, nb::object, nb::object,
-                    nb::object, nb::object>(),
-           "seen_by"_a, "types"_a, "empty_like"_a, "empty_out"_a, "new_empty"_a, "float32"_a,
+      .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object>(), "seen_by"_a, "types"_a,
            "record"_a, "deterministic"_a)
       .def("attention", &fulgur::python::TorchDirect::attention, "q"_a.none(), "k"_a.none(),
            "v"_a.none(), "given"_a);

@@ -2,9 +2,7 @@
 
 #include <nanobind/stl/optional.h>
 
-#include <span>
 #include <string_view>
-#include <tuple>
 #include <utility>
 
 #include "calls.h"
@@ -81,22 +79,19 @@ nb::object or_none(Compute&& compute) {
   }
 }
 
-/// Whether q has the shape and the strides of out.
-bool is_as_out(const ForwardArgs& args) {
-  const auto& [q, v] = std::tie(args.q, args.v);
-  const std::span<const int64_t> shape(q.shape.data(), static_cast<size_t>(q.rank));
-  return q.dtype <= DType::kF64 && q.rank > 0 && v.rank > 0 &&
-         q.shape[q.rank - 1] == v.shape[v.rank - 1] &&
-         q.strides == ConstTensor::contiguous(nullptr, q.dtype, shape, q.device).strides;
-}
-
 }  // namespace
 
 TorchTensors::TorchTensors(nb::tuple types)
     : types_(std::move(types)),
       is_neg_(interned("is_neg")),
-      requires_grad_(interned("requires_grad")),
-      exchange_(exchange_api(types_[0])) {}
+      requires_grad_(interned("requires_grad")) {
+  try {
+    find_torch();
+  } catch (const Error&) {
+    return;  // an old one
+  }
+  if (makes_torch_objects()) exchange_ = exchange_api(types_[0]);
+}
 
 bool TorchTensors::is_one(nb::handle object) const {
   bool known = false;
@@ -127,13 +122,9 @@ void* TorchTensors::stream(Device device) const {
   return stream;
 }
 
-TorchRuns::TorchRuns(nb::tuple types, nb::object empty_like, nb::dict dtypes,
-                     nb::object differentiates)
+TorchRuns::TorchRuns(nb::tuple types, nb::object differentiates)
     : tensors_(std::move(types)),
-      empty_like_(std::move(empty_like)),
-      dtypes_(std::move(dtypes)),
       differentiates_(std::move(differentiates)),
-      new_empty_(interned("new_empty")),
       current_level_(interned("_current_level")) {}
 
 Tensor TorchRuns::view(const char* name, nb::handle tensor) const {
@@ -153,8 +144,8 @@ bool TorchRuns::read_tensor(std::string_view name, nb::handle tensor, ForwardArg
   return known;
 }
 
-nb::object TorchRuns::run(const Plan& plan, const nb::dict& results, nb::handle q, nb::handle k,
-                          nb::handle v, const nb::dict& given) const {
+nb::object TorchRuns::run(const Plan& plan, bool with_lse, nb::handle q, nb::handle k, nb::handle v,
+                          const nb::dict& given) const {
   return or_none([&]() -> nb::object {
     if (nb::cast<int64_t>(differentiates_.attr(current_level_)) >= 0) return nb::none();
     ForwardArgs args;
@@ -178,36 +169,27 @@ nb::object TorchRuns::run(const Plan& plan, const nb::dict& results, nb::handle 
         return nb::none();
       }
     }
-    const bool with_lse = results.size() > 1;
     if (lse.is_valid() && !with_lse) return nb::none();
-    const auto empty = [&](const char* name) {
-      const nb::object shape = results[name][0], dtype = dtypes_[nb::object(results[name][1])];
-      return nb::object(q.attr(new_empty_)(shape, nb::arg("dtype") = dtype));
-    };
-    if (!out.is_valid()) out = is_as_out(args) ? empty_like_(q) : empty("out");
-    args.out = view("out", out);
-    if (with_lse) {
-      if (!lse.is_valid()) lse = empty("lse");
-      args.lse = view("lse", lse);
-    }
+    if (out.is_valid()) args.out = view("out", out);
+    if (lse.is_valid()) args.lse = view("lse", lse);
     options.stream = tensors_.stream(args.q.device);
+    TorchTensor fresh_out, fresh_lse;
     {
       const WithoutGil unlocked;
+      if (!out.is_valid()) fresh_out = torch_out(args, args.v);
+      if (with_lse && !lse.is_valid()) fresh_lse = torch_lse(args);
       plan.run(args, options);
     }
+    if (fresh_out) out = torch_object(fresh_out);
+    if (fresh_lse) lse = torch_object(fresh_lse);
     return with_lse ? nb::make_tuple(out, lse) : out;
   });
 }
 
-TorchDirect::TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like,
-                         nb::object empty_out, nb::object new_empty, nb::object float32,
-                         nb::object record, nb::object deterministic)
+TorchDirect::TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object record,
+                         nb::object deterministic)
     : seen_by_(std::move(seen_by)),
       tensors_(std::move(types)),
-      empty_like_(std::move(empty_like)),
-      empty_out_(std::move(empty_out)),
-      new_empty_(std::move(new_empty)),
-      float32_(std::move(float32)),
       record_(std::move(record)),
       deterministic_(std::move(deterministic)) {}
 
@@ -280,41 +262,27 @@ nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
     }
     if (options.dropout_p != 0) return nb::none();
     if (!is_recorded(q) && !is_recorded(k) && !is_recorded(v) && !others.recorded) {
-      return compute(q, v, args, options, with_lse);
+      return compute(args, options, with_lse);
     }
     const bool floats =
         args.q.dtype <= DType::kF64 && args.k.dtype == args.q.dtype && args.v.dtype == args.q.dtype;
     if (!others.have_gradients || !floats) return nb::none();
     if (is_true(deterministic_())) numbers["deterministic"] = true;
-    const nb::object computed = compute(q, v, args, options, true);
+    const nb::object computed = compute(args, options, true);
     const nb::tuple call = nb::make_tuple(numbers, nb::tuple(others.names), computed, with_lse);
     return record_(q, k, v, call, *others.tensors);
   });
 }
 
-nb::object TorchDirect::empty_lse(nb::handle q, const ConstTensor& view) const {
-  const auto& n = view.shape;
-  const nb::tuple shape =
-      view.rank == 3 ? nb::make_tuple(n[1], n[0]) : nb::make_tuple(n[0], n[2], n[1]);
-  const nb::object dtype = view.dtype == DType::kF64 ? nb::object(q.attr("dtype")) : float32_;
-  return new_empty_(q, shape, nb::arg("dtype") = dtype);
-}
-
-nb::object TorchDirect::compute(nb::handle q, nb::handle v, ForwardArgs& args, Options& options,
-                                bool with_lse) const {
-  if (args.q.rank != 3 && args.q.rank != 4) refuse("q");
-  const nb::object out = is_as_out(args) ? empty_like_(q) : empty_out_(q, v);
-  args.out = tensors_.view("out", out);
-  nb::object lse;
-  if (with_lse) {
-    lse = empty_lse(q, args.q);
-    args.lse = tensors_.view("lse", lse);
-  }
+nb::object TorchDirect::compute(ForwardArgs& args, Options& options, bool with_lse) const {
+  TorchTensor out, lse;
   {
     const WithoutGil unlocked;
+    out = torch_out(args, args.v);
+    if (with_lse) lse = torch_lse(args);
     torch_forward(args, options);
   }
-  return with_lse ? nb::make_tuple(out, lse) : out;
+  return with_lse ? nb::make_tuple(torch_object(out), torch_object(lse)) : torch_object(out);
 }
 
 }  // namespace fulgur::python

@@ -27,22 +27,21 @@ class TorchTensors {
 
  private:
   nb::tuple types_;
-  nb::object is_neg_, requires_grad_;  ///< names
-  const ExchangeApi* exchange_;
+  nb::object is_neg_, requires_grad_;      ///< names
+  const ExchangeApi* exchange_ = nullptr;  ///< null where PyTorch lacks some of what is called
 };
 
 /// Runs of plans of the forward pass.
 class TorchRuns {
  public:
-  /// `dtypes`: PyTorch's by fulgur's names. `differentiates` has an attribute `_current_level` that
-  /// is 0 or more where derivatives are computed in forward mode.
-  TorchRuns(nb::tuple types, nb::object empty_like, nb::dict dtypes, nb::object differentiates);
+  /// `differentiates` has an attribute `_current_level` that is 0 or more where derivatives are
+  /// computed in forward mode.
+  TorchRuns(nb::tuple types, nb::object differentiates);
 
-  /// What fulgur.Plan.run returns of these keyword arguments, where the plan makes `results`: their
-  /// shapes and dtypes by name. None where an argument is of another type than most callers give
-  /// or wrong, which Python's functions explain.
-  nb::object run(const Plan& plan, const nb::dict& results, nb::handle q, nb::handle k,
-                 nb::handle v, const nb::dict& given) const;
+  /// What fulgur.Plan.run returns of these keyword arguments. None where an argument is of another
+  /// type than most callers give or wrong, which Python's functions explain.
+  nb::object run(const Plan& plan, bool with_lse, nb::handle q, nb::handle k, nb::handle v,
+                 const nb::dict& given) const;
 
  private:
   Tensor view(const char* name, nb::handle tensor) const;
@@ -50,22 +49,17 @@ class TorchRuns {
   bool read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args) const;
 
   TorchTensors tensors_;
-  nb::object empty_like_;
-  nb::dict dtypes_;
   nb::object differentiates_;
-  nb::object new_empty_, current_level_;  ///< names
+  nb::object current_level_;  ///< a name
 };
 
 class TorchDirect {
  public:
   /// `seen_by`: functions that return something true where PyTorch has to see every call. `types`:
-  /// of tensors that are no subclass, torch.Tensor first. `empty_like`, `new_empty(tensor, shape,
-  /// dtype=)` and `float32` are PyTorch's; `empty_out(q, v)` makes a result. `record(q, k, v,
-  /// (options, names, (out, lse), with_lse), *tensors)` records a call and returns out, or (out,
-  /// lse); where `deterministic()` is true, of gradients that have the same bits in every run.
-  TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object empty_like, nb::object empty_out,
-              nb::object new_empty, nb::object float32, nb::object record,
-              nb::object deterministic);
+  /// of tensors that are no subclass, torch.Tensor first. `record(q, k, v, (options, names, (out,
+  /// lse), with_lse), *tensors)` records a call and returns out, or (out, lse); where
+  /// `deterministic()` is true, of gradients that have the same bits in every run.
+  TorchDirect(nb::tuple seen_by, nb::tuple types, nb::object record, nb::object deterministic);
 
   /// What fulgur.torch.attention returns of these keyword arguments: out, or (out, lse). None where
   /// PyTorch has to see the call, where it draws random numbers, and where an argument is of
@@ -84,14 +78,12 @@ class TorchDirect {
   /// Reads a tensor that a call has besides q, k and v; false where it has none with this name.
   bool read_tensor(std::string_view name, nb::handle tensor, ForwardArgs& args,
                    Others& others) const;
-  nb::object empty_lse(nb::handle q, const ConstTensor& view) const;
   /// out, or (out, lse).
-  nb::object compute(nb::handle q, nb::handle v, ForwardArgs& args, Options& options,
-                     bool with_lse) const;
+  nb::object compute(ForwardArgs& args, Options& options, bool with_lse) const;
 
   nb::tuple seen_by_;
   TorchTensors tensors_;
-  nb::object empty_like_, empty_out_, new_empty_, float32_, record_, deterministic_;
+  nb::object record_, deterministic_;
 };
 
 }  // namespace fulgur::python

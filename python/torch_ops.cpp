@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <tuple>
 #include <type_traits>
@@ -23,7 +24,6 @@ namespace {
 
 // torch/csrc/inductor/aoti_torch/c/shim.h and torch/csrc/stable/c/shim.h, as far as it is used.
 
-struct OpaqueTensor;
 using Handle = OpaqueTensor*;
 struct OpaqueLibrary;
 using Kernel = void(uint64_t* stack, uint64_t arguments, uint64_t results);
@@ -54,7 +54,8 @@ class LoadedLibrary {
 };
 
 struct Torch {
-  LoadedLibrary cpu_library{"libtorch_cpu.so"}, cuda_library{"libtorch_cuda.so"};
+  LoadedLibrary cpu_library{"libtorch_cpu.so"}, cuda_library{"libtorch_cuda.so"},
+      python_library{"libtorch_python.so"};
 
 #define FULGUR_TORCH(name, ...) \
   int32_t (*name)(__VA_ARGS__) = cpu_library.function<int32_t(__VA_ARGS__)>("aoti_torch_" #name)
@@ -82,6 +83,10 @@ struct Torch {
   /// Null before PyTorch 2.13, which deletes with C++'s own operator.
   int32_t (*delete_value)(uint64_t*) =
       cpu_library.optional<int32_t(uint64_t*)>("torch_delete_stable_ivalue");
+  /// THPVariable_Wrap(const at::TensorBase&), a function of C++ whose name says what it takes: what
+  /// a handle of the shim points to. Null in a PyTorch that does it otherwise.
+  PyObject* (*wrap)(Handle) =
+      python_library.optional<PyObject*(Handle)>("_Z16THPVariable_WrapRKN2at10TensorBaseE");
   /// Null where failures of the shim leave no words.
   const char* (*what)() =
       cpu_library.optional<const char*()>("torch_exception_get_what_without_backtrace");
@@ -109,13 +114,8 @@ struct Torch {
   }
 };
 
-/// Set by register_torch_ops(), before any kernel can run, and never destroyed.
+/// Set by find_torch(), before any kernel can run, and never destroyed.
 const Torch* torch = nullptr;
-
-struct DeleteTensor {
-  void operator()(Handle handle) const { torch->delete_tensor_object(handle); }
-};
-using Owned = std::unique_ptr<OpaqueTensor, DeleteTensor>;
 
 struct DeleteValue {
   void operator()(uint64_t* value) const {
@@ -155,7 +155,7 @@ class Arguments {
   }
 
   const uint64_t* next_;
-  std::vector<Owned> owned_;
+  std::vector<TorchTensor> owned_;
 };
 
 /// Writes the arguments of a schema where Arguments would read them. All options have a default:
@@ -248,7 +248,7 @@ Tensor view(const char* name, Handle handle) {
 }
 
 /// A fresh contiguous tensor, of torch's allocator for the current stream.
-std::pair<Owned, Tensor> empty(DType dtype, std::initializer_list<int64_t> shape, Device device) {
+std::pair<TorchTensor, Tensor> empty(DType dtype, std::span<const int64_t> shape, Device device) {
   Tensor t = Tensor::contiguous(nullptr, dtype, shape, device);
   const auto code = std::find_if(torch->dtypes.begin(), torch->dtypes.end(),
                                  [&](const auto& entry) { return entry.second == dtype; });
@@ -256,14 +256,17 @@ std::pair<Owned, Tensor> empty(DType dtype, std::initializer_list<int64_t> shape
   torch->check(torch->empty_strided(t.rank, t.shape.data(), t.strides.data(), code->first,
                                     device.type == DeviceType::kCpu ? torch->cpu : torch->cuda,
                                     device.index, &handle));
-  Owned owned(handle);
+  TorchTensor owned(handle);
   torch->check(torch->get_data_ptr(handle, &t.data));
   return {std::move(owned), t};
 }
 
-std::pair<Owned, Tensor> empty_like(const ConstTensor& t) {
-  if (t.rank == 3) return empty(t.dtype, {t.shape[0], t.shape[1], t.shape[2]}, t.device);
-  return empty(t.dtype, {t.shape[0], t.shape[1], t.shape[2], t.shape[3]}, t.device);
+std::span<const int64_t> shape_of(const ConstTensor& t) {
+  return {t.shape.data(), static_cast<size_t>(t.rank)};
+}
+
+std::pair<TorchTensor, Tensor> empty_like(const ConstTensor& t) {
+  return empty(t.dtype, shape_of(t), t.device);
 }
 
 /// The stream of a call on this device; sets its threads.
@@ -350,20 +353,7 @@ void read_tensors(In& in, Tensors&... of) {
 /// Computes out and lse, fresh tensors, onto the stack of an operator. `v`: the values that the
 /// call reads.
 void run_forward(ForwardArgs& args, const ConstTensor& v, Options& options, uint64_t* stack) {
-  const ConstTensor& q = args.q;
-  check_rank("q", q);
-  check_rank("v", v);
-  const bool packed = q.rank == 3;
-  const int64_t dv = v.shape[v.rank - 1];
-  const DType lse_dtype = q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  const DType out_dtype = q.dtype > DType::kF64 ? DType::kBF16 : q.dtype;
-  const auto& n = q.shape;
-  auto [out, out_view] = packed ? empty(out_dtype, {n[0], n[1], dv}, q.device)
-                                : empty(out_dtype, {n[0], n[1], n[2], dv}, q.device);
-  auto [lse, lse_view] = packed ? empty(lse_dtype, {n[1], n[0]}, q.device)
-                                : empty(lse_dtype, {n[0], n[2], n[1]}, q.device);
-  args.out = out_view;
-  args.lse = lse_view;
+  TorchTensor out = torch_out(args, v), lse = torch_lse(args);
   torch_forward(args, options);
   stack[0] = reinterpret_cast<uint64_t>(out.release());
   stack[1] = reinterpret_cast<uint64_t>(lse.release());
@@ -448,14 +438,15 @@ struct Backward : BackwardPass<inputs> {
     auto [dk, dk_view] = empty_like(args.k);
     auto [dv, dv_view] = empty_like(args.v);
     const DType sinks = args.sinks.given() ? args.sinks.dtype : args.q.dtype;
-    auto [dsinks, dsinks_view] = empty(sinks, {args.sinks.numel()}, args.q.device);
+    const std::array<int64_t, 1> heads{args.sinks.numel()}, none{0};
+    auto [dsinks, dsinks_view] = empty(sinks, heads, args.q.device);
     args.dq = dq_view;
     args.dk = dk_view;
     args.dv = dv_view;
     if (args.sinks.given()) args.dsinks = dsinks_view;
     if (with_dbias) check_rank_of_bias(args.bias);
     auto [dbias, dbias_view] =
-        with_dbias ? empty_like(args.bias) : empty(args.q.dtype, {0}, args.q.device);
+        with_dbias ? empty_like(args.bias) : empty(args.q.dtype, none, args.q.device);
     if (with_dbias) args.dbias = dbias_view;
     compute(args);
     stack[0] = reinterpret_cast<uint64_t>(dq.release());
@@ -554,6 +545,38 @@ const std::array<Entry, 7>& entries() {
 
 bool torch_grad_enabled() { return torch->grad_enabled(); }
 
+void DeleteTensor::operator()(OpaqueTensor* tensor) const { torch->delete_tensor_object(tensor); }
+
+TorchTensor torch_out(ForwardArgs& args, const ConstTensor& v) {
+  check_rank("q", args.q);
+  check_rank("v", v);
+  const DType dtype = args.q.dtype > DType::kF64 ? DType::kBF16 : args.q.dtype;
+  auto shape = args.q.shape;
+  shape[args.q.rank - 1] = v.shape[v.rank - 1];
+  auto [out, view] = empty(dtype, {shape.data(), static_cast<size_t>(args.q.rank)}, args.q.device);
+  args.out = view;
+  return std::move(out);
+}
+
+TorchTensor torch_lse(ForwardArgs& args) {
+  const DType dtype = args.q.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+  const auto& n = args.q.shape;
+  const std::array<int64_t, 2> packed{n[1], n[0]};
+  const std::array<int64_t, 3> batch{n[0], n[2], n[1]};
+  auto [lse, view] =
+      args.q.rank == 3 ? empty(dtype, packed, args.q.device) : empty(dtype, batch, args.q.device);
+  args.lse = view;
+  return std::move(lse);
+}
+
+bool makes_torch_objects() { return torch->wrap != nullptr; }
+
+nanobind::object torch_object(const TorchTensor& tensor) {
+  PyObject* object = torch->wrap(tensor.get());
+  if (object == nullptr) throw nanobind::python_error();
+  return nanobind::steal(object);
+}
+
 void torch_forward(ForwardArgs& args, Options& options) {
   check_one_dtype(args);
   check_rng_state(args, options);
@@ -567,10 +590,14 @@ std::vector<std::string> torch_schemas() {
   return schemas;
 }
 
+void find_torch() {
+  if (torch == nullptr) torch = std::make_unique<Torch>().release();
+}
+
 void register_torch_ops() {
-  if (torch != nullptr) return;
-  auto found = std::make_unique<Torch>();
-  torch = found.release();
+  static bool registered = false;
+  if (std::exchange(registered, true)) return;
+  find_torch();
   for (const char* device : {"CPU", "CUDA"}) {
     OpaqueLibrary* library = nullptr;
     torch->check(torch->library_init_impl("fulgur", device, "python/torch_ops.cpp", 0, &library));

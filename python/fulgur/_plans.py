@@ -131,8 +131,7 @@ class _AnyPlan:
 @functools.cache
 def _torch_runs():
     torch = sys.modules["torch"]
-    dtypes = {of: getattr(torch, name) for of, name in _a.FLOATS.items()}
-    return _fulgur.TorchRuns((torch.Tensor,), torch.empty_like, dtypes, torch.autograd.forward_ad).run
+    return _fulgur.TorchRuns((torch.Tensor,), torch.autograd.forward_ad).run
 
 
 class Plan(_AnyPlan):
@@ -165,7 +164,7 @@ class Plan(_AnyPlan):
         """
         torch = sys.modules.get("torch")
         if torch is not None and type(q) is torch.Tensor:
-            arrays = _torch_runs()(self._plan, self._results, q, k, v, given)
+            arrays = _torch_runs()(self._plan, "lse" in self._results, q, k, v, given)
             if arrays is not None:
                 return arrays
         check("Plan.run", given)

@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from fulgur import _fulgur
 from fulgur.torch import _native
 from fulgur.torch._autograd import Attention
-from fulgur.torch._operators import empty_out
 
 _functions = _native.load()
 compiled = _functions is not None
@@ -24,10 +23,6 @@ attention = _fulgur.TorchDirect(
         torch.autograd._profiler_enabled,
     ),
     types=(torch.Tensor, torch.nn.Parameter),
-    empty_like=_functions.empty_like if compiled else torch.empty_like,  # takes half the time of empty_out
-    empty_out=empty_out,
-    new_empty=_functions.new_empty if compiled else torch.Tensor.new_empty,
-    float32=torch.float32,
     # That of Function looks for transforms again.
     record=_functions.record if compiled else super(torch.autograd.Function, Attention).apply,
     deterministic=torch.are_deterministic_algorithms_enabled,

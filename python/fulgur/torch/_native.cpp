@@ -1,10 +1,6 @@
-// What _direct.py needs of PyTorch for each call, in C++: memory for results without a parser of
-// arguments, and a record of the call whose node is C++'s. Compiled against the PyTorch that is
-// installed (_native.py); what a call and its gradients mean is not said here.
+// What _direct.py needs of PyTorch for a call that is recorded: a node that is C++'s. Compiled against
+// the PyTorch that is installed (_native.py); what a call and its gradients mean is not said here.
 
-#include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/Dtype.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -166,42 +162,9 @@ PyObject* record(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyObject* empty(const at::Tensor& like, at::IntArrayRef shape, at::ScalarType dtype) {
-  at::Tensor result;
-  {
-    const pybind11::gil_scoped_release unlocked;
-    const at::AutoDispatchBelowADInplaceOrView below;
-    result = at::empty(shape, like.options().dtype(dtype));
-  }
-  return THPVariable_Wrap(std::move(result));
-}
-
-/// empty_like(tensor): torch.empty_like of a contiguous tensor.
-PyObject* empty_like(PyObject*, PyObject* tensor) {
-  HANDLE_TH_ERRORS
-  const at::Tensor& like = THPVariable_Unpack(tensor);
-  return empty(like, like.sizes(), like.scalar_type());
-  END_HANDLE_TH_ERRORS
-}
-
-/// new_empty(tensor, shape, dtype=): torch.Tensor.new_empty.
-PyObject* new_empty(PyObject*, PyObject* const* arguments, Py_ssize_t, PyObject*) {
-  HANDLE_TH_ERRORS
-  c10::SmallVector<int64_t, 8> shape;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(arguments[1]); ++i) {
-    shape.push_back(PyLong_AsLongLong(PyTuple_GET_ITEM(arguments[1], i)));
-  }
-  const auto* dtype = reinterpret_cast<THPDtype*>(arguments[2]);
-  return empty(THPVariable_Unpack(arguments[0]), shape, dtype->scalar_type);
-  END_HANDLE_TH_ERRORS
-}
-
 PyMethodDef methods[] = {
     {"record", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(record)), METH_FASTCALL,
      nullptr},
-    {"empty_like", empty_like, METH_O, nullptr},
-    {"new_empty", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(new_empty)),
-     METH_FASTCALL | METH_KEYWORDS, nullptr},
     {}};
 PyModuleDef module{PyModuleDef_HEAD_INIT,
                    "fulgur_native",

@@ -125,7 +125,7 @@ def test_a_pytorch_without_the_exchange_of_dlpack():
     class Old:
         pass
 
-    runs = _fulgur.TorchRuns((Old,), torch.empty_like, {}, forward_ad)
+    runs = _fulgur.TorchRuns((Old,), forward_ad)
     q, k, v = make_qkv()
     plan = fulgur.plan(q, k, v)
-    assert runs.run(plan._plan, plan._results, Old(), k, v, {}) is None
+    assert runs.run(plan._plan, False, Old(), k, v, {}) is None
