@@ -75,8 +75,13 @@ BlockSchedule BackwardCost::key_schedule(int batch_heads) const {
                ? with_section(all, std::min(kMinOrderedHeads, batch_heads))
                : all;
   }
-  // Splits of rows have blocks of about the same length, except those that see few rows.
-  if (plan_.row_splits > 1) return with_section(all, batch_heads);
+  // Splits of rows have blocks of about the same length, except those that see few rows. Blocks
+  // that all run at once start one after another as the kernel before them ends, the longest ones
+  // first.
+  const bool one_round = int64_t{work_.key_blocks} * batch_heads <= sms_;
+  if (plan_.row_splits > 1 || (one_round && !ordered && !p_.packed)) {
+    return with_section(all, batch_heads);
+  }
   if (p_.packed || (batch_heads <= 1 && in_l2(1))) {
     if (ordered) all.order = kDescending;
     return all;

@@ -44,7 +44,8 @@ __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const Key
 // Whether a work tile iterates over its row tiles from the last one to the first. With a right bound all key blocks of
 // a head end at the same row. The first round of CTAs iterates from there in step. The blocks of the next round begin
 // one after another, the longest first, and end together if they iterate upwards in row number. So CTAs that run at the
-// same time touch the same rows, and Q, dO and dq_accum stay in L2. Waves would need an order of their own. With
+// same time touch the same rows, and Q, dO and dq_accum stay in L2. Where one round is all, half of the heads go up, so
+// that fewer CTAs add to the same rows of dq_accum at a time. Waves would need an order of their own. With
 // kOrderedDq the blocks of a descending section begin at their diagonals, each where the block with the next higher
 // keys has just been; those of an ascending section begin at the last row, one after another.
 __device__ __forceinline__ bool is_descending(const BackwardParams& p, const KeyBlock& block, int work_tile) {
@@ -52,6 +53,8 @@ __device__ __forceinline__ bool is_descending(const BackwardParams& p, const Key
   if (kRoundsDq) return true;
   if (kHasLeft) return true;
   if (kOrderedDq || p.key_blocks.order == kAlternating) return block.state & kNextIsHigher;
+  const bool one_round = p.key_blocks.blocks * p.key_blocks.batch_heads <= int(gridDim.x);
+  if (one_round && !kPacked) return (block.head + block.batch) % 2;
   const int of_round = min(p.key_blocks.blocks * p.key_blocks.section_heads, int(gridDim.x));
   return work_tile < of_round || work_tile / of_round % 2 == 0;
 }
