@@ -37,6 +37,28 @@ HWY_INLINE V32 from_f16_bits(hn::Vec<U16> bits, float factor) {
   return hn::Mul(hn::PromoteTo(f, hn::BitCast(F16(), bits)), hn::Set(f, factor));
 }
 
+/// Whether a format's 16 numbers, without the scale, fit a vector, where codes are looked up.
+template <DType kDType>
+constexpr bool kHasLevels = kLanes == 16 && (kDType == DType::kQ4_0 || kDType == DType::kIQ4_NL);
+template <DType kDType>
+HWY_INLINE V32 levels() {
+  if constexpr (kDType == DType::kQ4_0) {
+    return hn::Sub(hn::Iota(F32(), 0), hn::Set(F32(), Format<kDType>::kHalf));
+  } else {
+    return hn::ConvertTo(F32(),
+                         hn::PromoteTo(I32(), hn::LoadU(I8(), Format<kDType>::kNumbers.data())));
+  }
+}
+/// What codes c to c + 15 of a block stand for in such a vector, c = 0 or 16.
+template <DType kDType>
+HWY_INLINE V32 look_up(V32 numbers, const uint8_t* block, int64_t c) {
+  const F32 f;
+  const I32 i;
+  const auto bytes = load_bytes(block + Format<kDType>::kCodes);
+  const auto code = c == 0 ? hn::And(bytes, hn::Set(i, 15)) : hn::ShiftRight<4>(bytes);
+  return hn::TableLookupLanes(numbers, hn::IndicesFromVec(f, code));
+}
+
 /// Codes c to c + kLanes - 1 of a block; of a format without scales in its blocks, those of an
 /// array. c is a multiple of kLanes.
 template <DType kDType>
@@ -44,7 +66,9 @@ HWY_INLINE V32 load_codes(const uint8_t* block, int64_t c) {
   using Row = Format<kDType>;
   const F32 f;
   const I32 i;
-  if constexpr (kDType == DType::kInt8) {
+  if constexpr (kHasLevels<kDType>) {
+    return look_up<kDType>(levels<kDType>(), block, c);
+  } else if constexpr (kDType == DType::kInt8) {
     return hn::ConvertTo(f, load_signed_bytes(block + c));
   } else if constexpr (kDType == DType::kInt4) {
     uint64_t word = 0;
@@ -168,7 +192,11 @@ HWY_INLINE V32 load_numbers(const char* row, int64_t c) {
   if constexpr (is_low_bit(kDType)) {
     using Row = Format<kDType>;
     const auto* const codes = reinterpret_cast<const uint8_t*>(row);
-    if constexpr (Row::kScaled) {
+    if constexpr (kHasLevels<kDType>) {
+      const uint8_t* const block = codes + c / Row::kBlock * Row::kBytes;
+      const V32 numbers = hn::Mul(levels<kDType>(), broadcast_f16(block));
+      return look_up<kDType>(numbers, block, c % Row::kBlock);
+    } else if constexpr (Row::kScaled) {
       const uint8_t* const block = codes + c / Row::kBlock * Row::kBytes;
       return BlockScale<kDType>(block).apply(load_codes<kDType>(block, c % Row::kBlock));
     } else {
