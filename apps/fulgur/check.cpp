@@ -10,6 +10,7 @@
 
 #include "commands.h"
 #include "flags.h"
+#include "fulgur/append.h"
 #include "fulgur/error.h"
 #include "io/array.h"
 #include "io/safetensors.h"
@@ -30,6 +31,7 @@ struct CheckCase {
   bool alibi = false;
   int64_t page = 0;  ///< keys of a page of the cache that the forward pass reads; 0 = no cache
   bool sinks = false;
+  const char* format = nullptr;  ///< k and v are codes of it
 };
 
 const CheckCase kCases[] = {
@@ -49,6 +51,11 @@ const CheckCase kCases[] = {
     {"decode", 2, 1, 700, 8, 2, 128, 128},
     {"pages", 3, 5, 304, 8, 2, 128, 128, causal(), 0, false, 16},
     {"sinks", 2, 130, 130, 8, 2, 64, 64, window(60, 0), 0, false, 0, true},
+    {"e4m3 cache", 2, 1, 700, 8, 2, 128, 128, full(), 0, false, 0, false, "e4m3"},
+    {"int8 cache", 2, 3, 700, 8, 2, 128, 128, causal(), 0, false, 0, false, "int8"},
+    {"int4 cache", 2, 1, 700, 16, 2, 64, 128, full(), 0, false, 0, false, "int4"},
+    {"q8_0 cache", 2, 1, 700, 8, 2, 128, 128, full(), 0, false, 0, false, "q8_0"},
+    {"q4_0 cache", 2, 5, 300, 4, 4, 64, 64, causal(), 0, false, 0, false, "q4_0"},
 };
 
 struct Pass {
@@ -132,10 +139,42 @@ struct Pages {
   }
 };
 
+/// Keys or values as codes of a format: of e4m3 with a scale for each sequence and head, of int8
+/// for each token and head, of int4 for 32 columns.
+struct Codes {
+  Array codes, scale;
+
+  /// Of `numbers`, which become what the codes stand for.
+  Codes(const char* format, Array* numbers) : codes(format_named(format), numbers->shape()) {
+    const std::vector<int64_t>& shape = numbers->shape();
+    switch (codes.dtype()) {
+      case DType::kE4M3:
+        scale = Array(DType::kF32, {shape[0], shape[2]});
+        break;
+      case DType::kInt8:
+        scale = Array(DType::kF32, {shape[0], shape[1], shape[2], 1});
+        break;
+      case DType::kInt4:
+        scale = Array(DType::kF16, {shape[0], shape[1], shape[2], shape[3] / 32});
+        break;
+      default:
+        break;  // of blocks that have their own
+    }
+    const Tensor scales = scale.given() ? scale.tensor() : Tensor();
+    quantize({.x = numbers->tensor(), .codes = codes.tensor(), .scale = scales});
+    *numbers = Array(DType::kF32, shape);
+    dequantize({.codes = codes.tensor(), .scale = scales, .x = numbers->tensor()});
+  }
+};
+struct CodedKeys {
+  Codes k, v;
+};
+
 /// The passes that the engine of `options` computes, on tensors of `device`. The backward pass
-/// takes out and lse from the forward pass, which reads `pages` if there are any.
+/// takes out and lse from the forward pass, which reads `pages` or codes if there are any.
 Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, const Array& sinks,
-                 const std::optional<Pages>& pages, const Options& options, Device device) {
+                 const std::optional<Pages>& pages, const std::optional<CodedKeys>& coded,
+                 const Options& options, Device device) {
   const DType dtype = inputs.at("q").dtype();
   Computed computed;
   Placement place(device);
@@ -160,6 +199,15 @@ Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, 
     forward.cache.page_table = place.input(pages->table);
     forward.lengths.seqused_k = place.input(pages->lengths);
   }
+  if (coded) {
+    const auto scale = [&](const Codes& of) {
+      return of.scale.given() ? place.input(of.scale) : Tensor();
+    };
+    forward.k = place.input(coded->k.codes);
+    forward.v = place.input(coded->v.codes);
+    forward.descales.k_descale = scale(coded->k);
+    forward.descales.v_descale = scale(coded->v);
+  }
   BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
                         t["lse"],  t["dq"], t["dk"], t["dv"], alibi};
   backward.sinks = forward.sinks;
@@ -168,8 +216,9 @@ Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, 
   if (!forward_plan) computed.not_computed[&kForward] = computed.not_computed[&kBackward] = why;
   if (forward_plan) {
     forward_plan->run(forward);
-    const std::optional<Plan> backward_plan = planned(backward, options, &why);
-    if (!backward_plan) computed.not_computed[&kBackward] = why;
+    const std::optional<Plan> backward_plan =
+        coded ? std::nullopt : planned(backward, options, &why);
+    if (!backward_plan && !coded) computed.not_computed[&kBackward] = why;
     if (backward_plan) backward_plan->run(backward);
   }
   place.collect();
@@ -255,7 +304,7 @@ double largest_finite(const Doubles& x) {
 /// Prints a line of the table.
 void check_one(const CheckCase& c, DType dtype, int threads, Device device, std::mt19937& random,
                Tally* tally) {
-  const Arrays inputs = random_inputs(c, dtype, random);
+  Arrays inputs = random_inputs(c, dtype, random);
   Options options;
   options.mask = c.mask;
   options.softcap = c.softcap;
@@ -274,11 +323,14 @@ void check_one(const CheckCase& c, DType dtype, int threads, Device device, std:
   options.engine = engine_of(device);
   std::optional<Pages> pages;
   if (c.page > 0) pages.emplace(c, inputs);
-  const Computed got = compute(c, inputs, slopes, sinks, pages, options, device);
+  std::optional<CodedKeys> coded;
+  if (c.format != nullptr)
+    coded.emplace(Codes(c.format, &inputs.at("k")), Codes(c.format, &inputs.at("v")));
+  const Computed got = compute(c, inputs, slopes, sinks, pages, coded, options, device);
   Arrays wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
-  const Computed want = compute(c, wide, slopes, sinks, {}, options, {});
+  const Computed want = compute(c, wide, slopes, sinks, {}, {}, options, {});
   const auto floats = [](Array& array) {
     return array.given() ? reinterpret_cast<const float*>(array.data()) : nullptr;
   };
@@ -287,8 +339,10 @@ void check_one(const CheckCase& c, DType dtype, int threads, Device device, std:
   bool any = false, right = true;
   std::string line = fmt::format("{:<17} {:<5}", c.name, name_of(dtype));
   for (const Pass* pass : kPasses) {
-    if (const auto why = got.not_computed.find(pass); why != got.not_computed.end()) {
-      ++tally->not_computed[why->second];
+    const auto why = got.not_computed.find(pass);
+    const bool none = coded && pass == &kBackward;  // codes have no gradients
+    if (none || why != got.not_computed.end()) {
+      if (!none) ++tally->not_computed[why->second];
       for (size_t i = 0; i < pass->results.size(); ++i) line += fmt::format(" {:^19}", "-");
       continue;
     }
