@@ -162,8 +162,8 @@ class LowBitCaches : public EveryEngine {
     c.sk = one_of<int64_t>({7, 64, 150, 300});
     c.hk = one_of<int64_t>({1, 2});
     c.hq = c.hk * one_of<int64_t>({1, 3, 4, 8});
-    c.d = one_of<int64_t>({64, 128, 192, 256});
-    c.dv = one_of<int64_t>({64, 128, 192});
+    c.d = one_of<int64_t>({64, 128, 128, 192, 256});
+    c.dv = one_of<int64_t>({64, 128, 128, 192});
     c.mask = one_of({full(), causal(), window(20, 3), chunked(16, causal())});
     c.softcap = one_of({0.0, 0.0, 5.0});
     c.alibi = one_of({Alibi::kNone, Alibi::kNone, Alibi::kHeads});
@@ -184,7 +184,8 @@ TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
     const DType dtype = one_of({DType::kBF16, DType::kF16});
     const auto format = [&] {
       return random_() % 8 == 0 ? dtype
-                                : one_of({DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4});
+                                : one_of({DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4,
+                                          DType::kQ8_0, DType::kQ4_0});
     };
     const CachedCall::Keys k = keys_of(format()), v = keys_of(format());
     SCOPED_TRACE(testing::Message()

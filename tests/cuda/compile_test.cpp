@@ -905,9 +905,11 @@ TEST_F(Compile, KernelsOfCodesAreClean) {
   static float scale = 1;
   const Device device{DeviceType::kCuda, 0};
   std::vector<Problem> problems;
-  for (const DType codes : {DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4}) {
+  for (const DType codes :
+       {DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4, DType::kQ8_0, DType::kQ4_0}) {
     for (const int64_t d : {64, 128}) {
       for (const int64_t groups : {0, 1, 2}) {  // no scales, of tokens, of halves of their columns
+        if (groups > 0 && codes > DType::kInt4) continue;
         test::ForwardCall call = test::forward_call({.sq = 1, .sk = 8192, .d = d});
         for (ConstTensor* t : {&call.args.k, &call.args.v})
           *t = Tensor::contiguous(nullptr, codes, {2, 8192, 2, d}, device);

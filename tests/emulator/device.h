@@ -131,6 +131,14 @@ T __shfl_down_sync(unsigned mask, T x, int distance) {
 inline unsigned __ballot_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote); }
 inline bool __any_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) != 0; }
 inline bool __all_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) == mask; }
+/// Of whole warps.
+inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
+  for (int step = 1; step < 32; step *= 2) {
+    const unsigned other = __shfl_xor_sync(mask, x, step);
+    x = other > x ? other : x;
+  }
+  return x;
+}
 
 inline size_t __cvta_generic_to_shared(const void* at) { return emulator::shared_address(at); }
 

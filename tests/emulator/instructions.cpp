@@ -220,6 +220,21 @@ void load_matrices(Context& c, const Instruction& i) {
   meet(~0u, &mine, i.has(".trans") ? +transposed : +straight);
   for (int k = 0; k < 4; ++k) c.set(i.atoms[k], mine.x[k]);
 }
+void transpose_matrix(Context& c, const Instruction& i) {
+  struct Words {
+    uint32_t given, transposed;
+  } mine{c.get32(i.atoms[1]), 0};
+  meet(~0u, &mine, [](void* const* lanes, uint32_t) {
+    const auto element = [&](int row, int column) {
+      return static_cast<Words*>(lanes[row * 4 + column / 2])->given >> column % 2 * 16 & 0xffff;
+    };
+    for (int lane = 0; lane < 32; ++lane)
+      static_cast<Words*>(lanes[lane])->transposed =
+          element(lane % 4 * 2, lane / 4) | element(lane % 4 * 2 + 1, lane / 4) << 16;
+  });
+  c.set(i.atoms[0], mine.transposed);
+}
+
 void store_matrices(Context& c, const Instruction& i) {
   Matrices mine{c.get32(i.atoms[0]), {}};
   for (int k = 0; k < 4; ++k) mine.x[k] = c.get32(i.atoms[k + 1]);
@@ -312,13 +327,13 @@ constexpr Known kKnown[] = {
     {"red.global.add.", add_floats},
     {"ldmatrix.sync.aligned.m8n8.x4", load_matrices},
     {"stmatrix.sync.aligned.m8n8.x4", store_matrices},
+    {"movmatrix.sync.aligned.m8n8.trans", transpose_matrix},
     {"setmaxnreg.", nothing},
     {"griddepcontrol.wait", wait_for_kernels},
     {"griddepcontrol.launch_dependents", nothing},
     {"fence.proxy.async", fence_async_proxy},
     {"fence.mbarrier_init", nothing},
     {"prefetch.tensormap", nothing},
-    {"prefetch.global.L1", nothing},
     {"cp.async.bulk.prefetch.tensor", nothing},
     {"cp.async.bulk.prefetch.L2", nothing},
     {"wgmma.fence", nothing},

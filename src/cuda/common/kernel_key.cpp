@@ -143,10 +143,10 @@ std::string codes_rejected(const Problem& p) {
   const bool few_rows = p.pass == Pass::kForward && !is_low_bit(p.dtypes.q);  // decode kernels
   for (const auto& [name, dtype] : operands) {
     const bool of_q = name[0] == 'q';
-    const DType last = few_rows ? DType::kInt4 : of_q ? DType::kE4M3 : DType::kE5M2;
+    const DType last = few_rows ? DType::kQ4_0 : of_q ? DType::kE4M3 : DType::kE5M2;
     if (is_low_bit(dtype) && dtype > last) {
       return fmt::format("takes no low-bit {} ({}) but {}", name, name_of(dtype),
-                         few_rows ? "e4m3, e5m2, int8 and int4"
+                         few_rows ? "e4m3, e5m2, int8, int4, q8_0 and q4_0"
                          : of_q   ? "e4m3"
                                   : "e4m3 and e5m2");
     }

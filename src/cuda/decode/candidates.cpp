@@ -22,6 +22,7 @@ constexpr int kMaxBoxKeys = 16;  // lest the memory close the rows before their 
 constexpr int kMaxWarps = 8;     // of a CTA that compute
 constexpr int kReservedBytes = 1024;  // of shared memory, for each CTA but the first
 constexpr int kManyKeysBits = 1024;  // of K and V of a key, up to which tiles of codes have 64 keys
+constexpr int kManyWarpsBits = 512;  // and CTAs 12 warps
 constexpr int64_t kLanes = 32;
 constexpr int64_t kTileRows[] = {4, 8, 16, 32, 64, 128};  // of the tiles, at most
 /// Beyond so many rows of a kv head other kernels are faster, where they can have them.
@@ -41,17 +42,19 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;
 }
 
+/// Bits of codes in K and V of a key.
+int code_bits(const DecodePlan& plan) {
+  return plan.head_dim * kernels::bits_of(element_of(plan.stored.k)) +
+         plan.value_dim * kernels::bits_of(element_of(plan.stored.v));
+}
+
 /// Bc.
 int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
   if (plan.has_codes()) {
-    // Four matrices of eight keys come at once; more keys where these are few bytes, and registers
-    // have no scales of groups.
-    const int bits = plan.head_dim * kernels::bits_of(element_of(plan.stored.k)) +
-                     plan.value_dim * kernels::bits_of(element_of(plan.stored.v));
-    const bool groups = plan.k_scales > 1 || plan.v_scales > 1;
-    return bits <= kManyKeysBits && !groups ? 64 : 32;
+    // Four matrices of eight keys come at once; more keys where these are few bytes.
+    return code_bits(plan) <= kManyKeysBits ? 64 : 32;
   }
   if (!plan.warpgroup_path()) return keys;
   // Loads keep up with the products of larger tiles, but for lanes that look up pages. Of larger
@@ -74,7 +77,9 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
 
 /// As many buffers of K and V as shared memory has room for, and warp groups.
 void set_buffers(DecodePlan& plan, const Card& card) {
-  plan.warp_groups = kMaxWarps / plan.warps_per_group / plan.residents;
+  const bool many = plan.has_codes() && plan.tile_rows <= 8 && plan.residents == 1 &&
+                    code_bits(plan) <= kManyWarpsBits;
+  plan.warp_groups = (many ? 12 : kMaxWarps) / plan.warps_per_group / plan.residents;
   // Of K and V together, of which the warp path has as many of each.
   const int max_buffers = plan.warpgroup_path() || plan.has_codes() ? 10 : 6,
             step = plan.warpgroup_path() ? 1 : 2;

@@ -12,13 +12,15 @@
 namespace fulgur::cuda::decode {
 namespace {
 
+const char* source_of(const DecodePlan& plan) {
+  if (plan.has_codes()) return "decode/decode_codes.cu";
+  return plan.warpgroup_path() ? "decode/decode_warpgroup.cu" : "decode/decode_warp.cu";
+}
+
 KernelUse decode_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.combine_eights = 1;  // combine.cu's alone
-  return {{plan.warpgroup_path() ? "decode/decode_warpgroup.cu" : "decode/decode_warp.cu",
-           kernel_config(key)},
-          "fulgur_decode",
-          plan.shared_bytes};
+  return {{source_of(plan), kernel_config(key)}, "fulgur_decode", plan.shared_bytes};
 }
 
 /// It reads neither q, k nor v, no scores, and of new rows only how many there are. Of tiles of
@@ -38,7 +40,9 @@ KernelUse combine_kernel(const DecodePlan& plan) {
 }
 
 CodeScales scales_of(const Scales& at) {
-  return {nullptr, element_of(at.dtype), at.of_rows, false, at.batch, at.row, at.head, at.group};
+  const int64_t bytes = size_of(at.dtype);
+  return {nullptr,          element_of(at.dtype), at.of_rows,      false,
+          bytes * at.batch, bytes * at.row,       bytes * at.head, bytes * at.group};
 }
 
 /// `count`: the scales of a key.
@@ -46,8 +50,8 @@ void set_data(const ConstTensor& t, int count, CodeScales* scales) {
   scales->data = t.data;
   const int bytes = kernels::bytes_of(scales->type), piece = scale_piece(count * bytes);
   const auto at = reinterpret_cast<intptr_t>(t.data);
-  scales->runs = piece > 0 && (count == 1 || scales->group == 1) &&
-                 (at | bytes * (scales->batch | scales->row | scales->head)) % piece == 0;
+  scales->runs = piece > 0 && (count == 1 || scales->group == bytes) &&
+                 (at | scales->batch | scales->row | scales->head) % piece == 0;
 }
 
 }  // namespace

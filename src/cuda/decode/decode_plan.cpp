@@ -5,7 +5,9 @@
 #include <algorithm>
 #include <limits>
 #include <tuple>
+#include <utility>
 
+#include "base/formats.h"
 #include "call/append_then_attend.h"
 #include "cuda/common/call_kernel.h"
 #include "cuda/common/forward.h"
@@ -24,6 +26,9 @@ constexpr int64_t kLaneBytes = 16;  // that a lane copies at once
 constexpr int64_t kMaxAppendRounds = 8;
 
 int64_t lane_elements(DType dtype) { return kLaneBytes * block_of(dtype) / size_of(dtype); }
+
+/// Whether rows are blocks of codes with their scales.
+bool has_blocks(DType dtype) { return is_low_bit(dtype) && format_of(dtype)->scaled; }
 
 /// Why k and v of these dtypes are not computed; empty when they are.
 std::string keys_rejected(const Problem& p) {
@@ -49,6 +54,7 @@ std::string keys_rejected(const Problem& p) {
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
 std::string not_whole(const Layout& strides, DType dtype) {
+  if (has_blocks(dtype)) return {};  // such rows begin anywhere
   for (const auto& [name, stride] :
        {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
         std::pair{"heads", strides.head}}) {
@@ -118,15 +124,17 @@ int64_t rows_of_kv_head(const Problem& p) {
 }
 
 kernels::DecodeTile decode_tile(const DecodeKey& key) {
-  const auto with_zero_points = [](int scales, bool zero_point) {
-    return zero_point ? 2 * scales : scales;
+  const auto words = [](int scales, DType type, bool zero_point, DType zero_point_type) {
+    return kernels::scale_words(scales, element_of(type)) +
+           (zero_point ? kernels::scale_words(scales, element_of(zero_point_type)) : 0);
   };
   const OperandTypes& stored = key.stored;
   return {
       operands_of(key),
       {element_of(stored.q), element_of(stored.k), element_of(stored.v), element_of(stored.out)},
-      with_zero_points(key.k_scales, key.k_zero_point) +
-          with_zero_points(key.v_scales, key.v_zero_point),
+      words(key.k_scales, key.k_scale_type, key.k_zero_point, key.k_zero_point_type) +
+          words(key.v_scales, key.v_scale_type, key.v_zero_point, key.v_zero_point_type) +
+          has_blocks(stored.k) + has_blocks(stored.v),
       key.head_dim,
       key.value_dim,
       key.warps_per_group,
@@ -140,12 +148,11 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
 ForwardShapes decode_shapes(const Problem& p, int box_keys) {
   ForwardShapes shapes = forward_shapes(p, box_keys);
   for (TensorShape* shape : {&shapes.k, &shapes.v}) {
-    const int64_t block = block_of(shape->dtype);
-    if (block == 1) continue;
-    shape->dtype = DType::kInt8;
-    shape->dim /= block;
-    for (int64_t* stride : {&shape->strides.batch, &shape->strides.row, &shape->strides.head})
-      *stride /= block;
+    if (block_of(shape->dtype) == 1) continue;
+    const DType dtype = std::exchange(shape->dtype, DType::kInt8);
+    for (int64_t* count :
+         {&shape->dim, &shape->strides.batch, &shape->strides.row, &shape->strides.head})
+      *count = bytes_of(dtype, *count);
   }
   return shapes;
 }
@@ -169,6 +176,18 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   };
   plan.k_scales = scales_of_key(p.k_descale, plan.k_zero_point);
   plan.v_scales = scales_of_key(p.v_descale, plan.v_zero_point);
+  if (plan.k_scales > 0) plan.k_scale_type = p.k_descale.dtype;
+  if (plan.v_scales > 0) plan.v_scale_type = p.v_descale.dtype;
+  if (has_blocks(p.dtypes.k)) {
+    plan.k_scales = plan.head_dim / kernels::kBlockColumns;
+    plan.k_scale_type = DType::kF16;
+  }
+  if (has_blocks(p.dtypes.v)) {
+    plan.v_scales = plan.value_dim / kernels::kBlockColumns;
+    plan.v_scale_type = DType::kF16;
+  }
+  if (plan.k_zero_point) plan.k_zero_point_type = p.k_zero_point.dtype;
+  if (plan.v_zero_point) plan.v_zero_point_type = p.v_zero_point.dtype;
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
   plan.group = static_cast<int>(p.group());
   const auto whole = [](int64_t dim, const Layout& strides, DType dtype) {

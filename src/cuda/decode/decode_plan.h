@@ -28,6 +28,9 @@ struct DecodeKey : AnyForwardKey {
   OperandTypes stored;             ///< in memory, where k and v may have codes
   int k_scales = 0, v_scales = 0;  ///< of the codes of a key; 0: those of its sequence and kv head
   bool k_zero_point = false, v_zero_point = false;
+  /// Of those scales and zero points; f32 of what comes once a work tile.
+  DType k_scale_type = DType::kF32, v_scale_type = DType::kF32;
+  DType k_zero_point_type = DType::kF32, v_zero_point_type = DType::kF32;
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
@@ -58,6 +61,10 @@ struct DecodeKey : AnyForwardKey {
     f("kVScales", v_scales);
     f("kKZeroPoint", k_zero_point);
     f("kVZeroPoint", v_zero_point);
+    f("kKScaleType", k_scale_type);
+    f("kVScaleType", v_scale_type);
+    f("kKZeroPointType", k_zero_point_type);
+    f("kVZeroPointType", v_zero_point_type);
     f("kWarpsPerGroup", warps_per_group);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
@@ -78,7 +85,7 @@ struct DecodeKey : AnyForwardKey {
   }
   bool operator==(const DecodeKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
-  /// Whether it takes k or v of codes, which decode_warp.cu does.
+  /// Whether it takes k or v of codes, which decode_codes.cu does.
   bool has_codes() const { return is_low_bit(stored.k) || is_low_bit(stored.v); }
   /// Whether it sees to rows of q that belong to no sequence.
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
@@ -103,7 +110,8 @@ struct DecodePlan : DecodeKey {
   /// Whether the card has the warpgroup path.
   bool has_wgmma() const { return features_of(card.target).has_wgmma; }
   int block_rows() const { return 16 * warps_per_group; }  ///< Br
-  /// Whether it is decode_warpgroup.cu's (wgmma, TMA); else decode_warp.cu's (mma.sync, cp.async).
+  /// Whether it is decode_warpgroup.cu's (wgmma, TMA); else decode_warp.cu's or decode_codes.cu's
+  /// (mma.sync, cp.async).
   bool warpgroup_path() const;
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
@@ -124,7 +132,7 @@ int64_t rows_of_kv_head(const Problem& problem);
 /// What shared memory holds for a kernel.
 kernels::DecodeTile decode_tile(const DecodeKey& key);
 
-/// K and V as loads and copies see them, where two codes of 4 bits are a byte, which is an element.
+/// K and V as loads and copies see them, where bytes of codes are elements.
 ForwardShapes decode_shapes(const Problem& problem, int box_keys);
 
 /// What a problem and a card fix of every plan.

@@ -4,6 +4,26 @@
 #pragma once
 #include "host_device/host_device.h"
 
+// Where a thread's elements lie: of which of its two rows element i is, and in which column, from its first one on; and
+// the lane and element that have another column of the thread's rows. Accumulators as above, or those of a transposed
+// product, whose rows are the columns here: a thread has rows 2q and 2q + 1, and columns r + 8 n.
+struct ByRows {
+  static __device__ constexpr int row(int i) { return i >> 1 & 1; }
+  static __device__ constexpr int column(int i) { return i / 4 * 8 + (i & 1); }
+  static __device__ __forceinline__ u32 first_column() { return threadIdx.x % 4 * 2; }
+  static __device__ __forceinline__ int lane_of(int column) { return int(threadIdx.x) % 32 / 4 * 4 + column % 8 / 2; }
+  static __device__ __forceinline__ int element_of(int row, int column) {
+    return column / 8 * 4 + 2 * row + column % 2;
+  }
+};
+struct Transposed {
+  static __device__ constexpr int row(int i) { return i & 1; }
+  static __device__ constexpr int column(int i) { return i / 2 * 8; }
+  static __device__ __forceinline__ u32 first_column() { return threadIdx.x % 32 / 4; }
+  static __device__ __forceinline__ int lane_of(int column) { return column % 8 * 4 + int(threadIdx.x) % 4; }
+  static __device__ __forceinline__ int element_of(int row, int column) { return column / 8 * 2 + row; }
+};
+
 __device__ __forceinline__ u32 consumer() { return threadIdx.x / 128 - 1; }           // after the producer
 __device__ __forceinline__ u32 warp_row() { return threadIdx.x % 128 / 32 * 16; }     // the warp's first
 __device__ __forceinline__ u32 thread_row() { return threadIdx.x % 32 / 4; }          // r

@@ -77,9 +77,9 @@ __device__ __forceinline__ KeyTiles full_tiles_of_strip(const CallParams& p, con
   return full;
 }
 
-// -inf for the scores that are hidden. `first`: the key of this thread's first column. `strip`: the rows are those of a
-// strip, and but for chunks low[1] is low[0] + 8, so that both rows share comparisons.
-template <bool strip, int count>
+// -inf for the scores that are hidden, of a Layout (fragment.cuh). `first`: the key of this thread's first column.
+// `strip`: the rows are those of a strip, and but for chunks low[1] is low[0] + 8, so that both rows share comparisons.
+template <bool strip, class Layout = ByRows, int count>
 __device__ __forceinline__ void hide_keys(float (&S)[count], const VisibleKeys& visible, int first) {
   const int low0 = visible.low[0] - first;
   const int low[2] = {low0, strip && !kHasChunk ? low0 + 8 : visible.low[1] - first};
@@ -87,8 +87,8 @@ __device__ __forceinline__ void hide_keys(float (&S)[count], const VisibleKeys& 
   const unsigned long long bits[2] = {kTree ? visible.bits(0, first) : 0, kTree ? visible.bits(1, first) : 0};
 #pragma unroll
   for (int i = 0; i < count; ++i) {
-    const int half = i >> 1 & 1;
-    const int column = i / 4 * 8 + (i & 1);
+    const int half = Layout::row(i);
+    const int column = Layout::column(i);
     bool seen = column < high[half];
     if (kHasLeft) seen = seen && column >= low[half];
     if (kTree) seen = seen && (bits[half] >> column & 1);

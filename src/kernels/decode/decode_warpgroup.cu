@@ -16,7 +16,6 @@
 static_assert(kWarpgroupPath);
 
 enum : int {
-  kQPanelBytes = kBlockRows * kPanelRowBytes,
   kAlternates = kWarpsPerGroup == 8,  // a warp group is two warpgroups
   // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
   kMovesRegisters = kCtaWarps == 12,
@@ -175,7 +174,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       float S[kBlockKeys / 2];
       products.scores(first, S, O, P, q);
       const bool masked = mask.cuts(key_tile);
-      const HiddenScores hidden = adjust_scores(p, S, mask.rows, key_tile, masked);
+      const HiddenScores<ByRows> hidden = adjust_scores<ByRows>(p, S, mask.rows, key_tile, masked);
       softmax_step<false>(S, P, O, rows, c);
       if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.v(), saved, sync);
     };
@@ -195,7 +194,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     if constexpr (Schedule::kFragments)
       store_fragments(p, tile, rows, O);
     else if constexpr (kWarpGroups > 1)
-      combine_warp_groups(p, tile, rows, O);
+      combine_warp_groups(p, tile, WarpResult{rows, O});
     else
       store_warp_group(p, tile, rows, O);
     if constexpr (!Schedule::kCombineKernel)

@@ -16,7 +16,7 @@ enum : int {
 // What the map depends on: constants of kernel_config.h.
 struct DecodeTile {
   Operands types, stored;
-  int scales;  // numbers with the codes of a key that a tile has with it
+  int scale_words;  // with the codes of a key that a tile has with it
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
 };
 
@@ -28,7 +28,9 @@ FULGUR_SHARED int panel_row_bytes(Element stored, int dim) {
   const int bytes = dim * bits_of(stored) / 8;
   return !is_code(stored) || bytes > 64 ? int(kPanelRowBytes) : bytes > 32 ? 64 : 32;
 }
+// Rows of blocks come as memory has them, and leave their place to panels of codes, which are fewer bytes.
 FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys) {
+  if (is_block(stored)) return copied_row_of_blocks(stored, dim) * keys;
   return panels_of(stored, dim) * panel_row_bytes(stored, dim) * keys;
 }
 
@@ -44,6 +46,9 @@ FULGUR_SHARED int exchange_columns(const DecodeTile& tile) {
   return of_block * kWarpRows * tile.warps_per_group / tile.tile_rows;
 }
 FULGUR_SHARED int exchange_stride(const DecodeTile& tile) { return exchange_columns(tile) + 8; }
+
+// Words of numbers with the codes of a key.
+FULGUR_SHARED int scale_words(int count, Element type) { return (count * bytes_of(type) + 3) / 4; }
 
 // Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
 struct DecodeLayout {
@@ -75,7 +80,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.k = 0;
   map.v = tile.k_stages * map.k_bytes;
   map.scales = map.v + tile.v_stages * map.v_bytes;
-  map.scale_bytes = tile.scales * tile.block_keys * 4;
+  map.scale_bytes = tile.scale_words * tile.block_keys * 4;
   map.k_full = map.scales + tile.k_stages * map.scale_bytes;
   map.k_empty = map.k_full + 8 * tile.k_stages;
   map.v_full = map.k_empty + 8 * tile.k_stages;

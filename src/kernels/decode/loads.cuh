@@ -15,19 +15,56 @@ enum : int {
   kRowsAtOnce = 32 / kRowLanes,
 };
 
-// The tensors of scales that a tile of codes has with it: so many numbers of a key each. In shared memory they follow
-// each other, and in each its keys.
-enum : int { kOfK, kOfV, kZeroOfK, kZeroOfV };
-__device__ constexpr int scale_count(int tensor) {
-  const int count = tensor % 2 == 0 ? kKScales : kVScales;
-  return tensor == kZeroOfK ? count * kKZeroPoint : tensor == kZeroOfV ? count * kVZeroPoint : count;
-}
-__device__ constexpr int scales_before(int tensor) {
-  return tensor == 0 ? 0 : scales_before(tensor - 1) + scale_count(tensor - 1);
-}
+// Where numbers of a key lie, side by side.
 template <int tensor>
 __device__ __forceinline__ u32 scale_place(u32 scales, int key, int group) {
-  return scales + 4 * (scales_before(tensor) * kBlockKeys + key * scale_count(tensor) + group);
+  constexpr int kWords = scale_words(scale_count(tensor), scale_type(tensor));
+  return scales + 4 * (scale_words_before(tensor) * kBlockKeys + key * kWords) + group * bytes_of(scale_type(tensor));
+}
+// And where the word of a row of blocks, of K or of V.
+template <int tensor>
+__device__ __forceinline__ u32 row_start_place(u32 scales, int key) {
+  const int before = scale_words_before(kScaleTensors) + (tensor == kOfV && scales_in_rows(kOfK));
+  return scales + 4 * (before * kBlockKeys + key);
+}
+template <int tensor>
+__device__ __forceinline__ float load_scale(u32 scales, int key, int group) {
+  const u32 at = scale_place<tensor>(scales, key, group);
+  if constexpr (scale_type(tensor) == kF32)
+    return __int_as_float(load_shared(at));
+  else
+    return half_to_float(static_cast<unsigned short>(load_shared_u16(at)));
+}
+template <int tensor>
+class ScalesOfKey {
+ public:
+  ScalesOfKey() = default;
+  __device__ __forceinline__ ScalesOfKey(u32 scales, int key) {
+    const u32 at = scale_place<tensor>(scales, key, 0);
+#pragma unroll
+    for (int i = 0; i < kWords / kPiece; ++i) load_shared_words<kPiece>(at + 4 * kPiece * i, words_ + kPiece * i);
+  }
+  __device__ __forceinline__ float operator[](int group) const {
+    if constexpr (scale_type(tensor) == kF32)
+      return __uint_as_float(words_[group]);
+    else
+      return group % 2 == 0 ? Half::low(words_[group / 2]) : Half::high(words_[group / 2]);
+  }
+
+ private:
+  enum : int {
+    kWords = max_of(scale_words(scale_count(tensor), scale_type(tensor)), 1),
+    kPiece = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1,
+  };
+  u32 words_[kWords];
+};
+template <int tensor>
+__device__ __forceinline__ void clear_scale(u32 scales, int key, int group) {
+  const u32 at = scale_place<tensor>(scales, key, group);
+  if constexpr (scale_type(tensor) == kF32)
+    store_shared(at, 0);
+  else
+    store_shared_u16(at, 0);
 }
 
 // Where chunk `chunk` of a row of a panel lies whose rows have so many bytes.
@@ -48,6 +85,7 @@ class LaneLoader {
     row_ = kRowsAtOnce * kRows * warp + lane / kRowLanes;
     column_ = 8 * (lane % kRowLanes);
     if (more()) fetch_ids();
+    find_scales();
   }
 
   __device__ __forceinline__ const TileWalk& tiles() const { return tiles_; }
@@ -62,14 +100,31 @@ class LaneLoader {
     return __all_sync(0xffffffff, whole);
   }
 
-  // Starts the loads of this lane's part of the tile.
+  // Starts the loads of this lane's part of the tile. Of rows of blocks `scales` takes where they begin.
   template <bool whole>
-  __device__ __forceinline__ void copy_keys(u32 to) const {
-    copy_rows<StoredK, kHeadDim, whole>(p_.k, p_.d, to);
+  __device__ __forceinline__ void copy_keys(u32 to, u32 scales = 0) const {
+    if constexpr (is_block(StoredK::kType))
+      copy_blocks<StoredK, kHeadDim, kOfK, whole>(p_.k, to, scales);
+    else
+      copy_rows<StoredK, kHeadDim, whole>(p_.k, p_.d, to);
   }
   template <bool whole>
-  __device__ __forceinline__ void copy_values(u32 to) const {
-    copy_rows<StoredV, kValueDim, whole>(p_.v, p_.dv, to);
+  __device__ __forceinline__ void copy_values(u32 to, u32 scales = 0) const {
+    if constexpr (is_block(StoredV::kType))
+      copy_blocks<StoredV, kValueDim, kOfV, whole>(p_.v, to, scales);
+    else
+      copy_rows<StoredV, kValueDim, whole>(p_.v, p_.dv, to);
+  }
+
+  // Rows of blocks, as they were copied to `rows`, become panels of codes in their place, and scales. `sync` is a
+  // barrier of the warp group, which has to meet at another one before it reads them.
+  template <class Sync>
+  __device__ __forceinline__ void separate_keys(u32 rows, u32 scales, Sync sync) const {
+    if constexpr (is_block(StoredK::kType)) separate<StoredK, kHeadDim, kKRowBytes, kOfK>(rows, scales, sync);
+  }
+  template <class Sync>
+  __device__ __forceinline__ void separate_values(u32 rows, u32 scales, Sync sync) const {
+    if constexpr (is_block(StoredV::kType)) separate<StoredV, kValueDim, kVRowBytes, kOfV>(rows, scales, sync);
   }
 
   enum : int {
@@ -89,8 +144,8 @@ class LaneLoader {
       if (scale_key(i) < 0) continue;
       const int key = tiles_.tile() * kBlockKeys + scale_key(i);
       const bool there = key < s.n.sk && (kPage == 0 || u32(scale_ids_[i]) < u32(p_.pages.entries));
-      const long long entry = kPage > 0 ? scale_ids_[i] : kPackedK ? 0 : s.entry;
-      const int row = kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
+      const u32 entry = there && kPage > 0 ? scale_ids_[i] : 0;
+      const u32 row = !there ? 0 : kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
       const KeyInMemory from = {scale_key(i), there, entry, row};
       halves |= (copy_scales_of<kOfK>(p_.k_scale, from, to) | copy_scales_of<kOfV>(p_.v_scale, from, to) |
                  copy_scales_of<kZeroOfK>(p_.k_zero_point, from, to) |
@@ -99,15 +154,15 @@ class LaneLoader {
     }
     return halves;
   }
-  // Those of f16 become f32, once the copies of this lane are there.
-  __device__ __forceinline__ void widen_scales(u32 halves, u32 scales) const {
+  // Those of f16 that are the upper half of their word go to the lower one, once the copies of this lane are there.
+  __device__ __forceinline__ void take_lower_halves(u32 halves, u32 scales) const {
 #pragma unroll
     for (int i = 0; i < kScaleKeys; ++i, halves >>= 4) {
       if (scale_key(i) < 0) continue;
-      widen_scales_of<kOfK>(p_.k_scale, halves, scale_place<kOfK>(scales, scale_key(i), 0));
-      widen_scales_of<kOfV>(p_.v_scale, halves, scale_place<kOfV>(scales, scale_key(i), 0));
-      widen_scales_of<kZeroOfK>(p_.k_zero_point, halves, scale_place<kZeroOfK>(scales, scale_key(i), 0));
-      widen_scales_of<kZeroOfV>(p_.v_zero_point, halves, scale_place<kZeroOfV>(scales, scale_key(i), 0));
+      lower_half_of<kOfK>(halves, scales, scale_key(i));
+      lower_half_of<kOfV>(halves, scales, scale_key(i));
+      lower_half_of<kZeroOfK>(halves, scales, scale_key(i));
+      lower_half_of<kZeroOfV>(halves, scales, scale_key(i));
     }
   }
 
@@ -115,6 +170,7 @@ class LaneLoader {
   __device__ __forceinline__ void next() {
     tiles_.next();
     if (more()) fetch_ids();
+    if (kScalesOfKey > 0 && tiles_.begins_work_tile()) find_scales();
   }
 
  private:
@@ -159,72 +215,60 @@ class LaneLoader {
     const int lane = threadIdx.x % 32;
     return kKeys >= 32 || lane < kKeys ? row_ / (kRowsAtOnce * kRows) * kKeys + 32 * i + lane : -1;
   }
-  // Where memory has a key of a tile.
+  // Where memory has a key of a tile: in a page, with pages, and in which row.
   struct KeyInMemory {
     int key;
     bool there;
-    long long entry;
-    int row;
+    u32 entry, row;
   };
 
-  // A run comes as it is. Else each number has a word, a number of f16 the one of 4 bytes that it is a half of; returns
-  // the bit of the tensor where that is the upper half of the first one. A number of f16 that all keys have may be all
-  // of its memory: it is loaded, and after the first key it is in the L1 cache.
+  // Where scales of the sequence and kv head begin.
+  __device__ __forceinline__ const unsigned char* scales_of_head(const CodeScales& t) const {
+    const WorkTile& tile = tiles_.work_tile();
+    const int entry = !t.of_rows ? tile.batch : kPage > 0 || kPackedK ? 0 : tile.sequence.entry;
+    return static_cast<const unsigned char*>(t.data) + entry * t.batch + tile.head * t.head;
+  }
+  __device__ __forceinline__ void find_scales() {
+    if (scale_count(kOfK) > 0) scales_[kOfK] = scales_of_head(p_.k_scale);
+    if (scale_count(kOfV) > 0) scales_[kOfV] = scales_of_head(p_.v_scale);
+    if (scale_count(kZeroOfK) > 0) scales_[kZeroOfK] = scales_of_head(p_.k_zero_point);
+    if (scale_count(kZeroOfV) > 0) scales_[kZeroOfV] = scales_of_head(p_.v_zero_point);
+  }
+
+  // Numbers side by side come as they are, and so does each of f32. One of f16 comes in the word of 4 bytes that it is
+  // a half of; returns the bit of the tensor where that is the upper one. Other numbers of f16 are waited for.
   template <int tensor>
   __device__ __forceinline__ u32 copy_scales_of(const CodeScales& t, const KeyInMemory& from, u32 to) const {
-    constexpr int kCount = scale_count(tensor);
-    if (kCount == 0) return 0;
-    const WorkTile& tile = tiles_.work_tile();
-    const int bytes = t.type == kF32 ? 4 : 2;
-    const long long first =
-        (t.of_rows ? from.entry : tile.batch) * t.batch + from.row * t.row + tile.head * t.head;
-    unsigned long long at = reinterpret_cast<unsigned long long>(t.data) + (from.there ? first * bytes : 0);
+    constexpr int kCount = scale_count(tensor), kBytes = bytes_of(scale_type(tensor));
+    if (kCount == 0 || scales_in_rows(tensor)) return 0;
+    const unsigned char* at = scales_[tensor] + from.row * static_cast<unsigned long long>(t.row);
+    if (kPage > 0 && t.of_rows) at += from.entry * static_cast<unsigned long long>(t.batch);
     const u32 place = scale_place<tensor>(to, from.key, 0);
     if (t.runs) {
-      if (t.type == kF32)
-        copy_run<4 * kCount>(place, at, from.there);
-      else
-        copy_run<2 * kCount>(place, at, from.there);
+      constexpr int kPiece = max_of(scale_piece(kBytes * kCount), 4);
+#pragma unroll
+      for (int i = 0; i < kBytes * kCount / kPiece; ++i)
+        async_copy_piece<kPiece>(place + kPiece * i, at + kPiece * i, from.there);
       return 0;
     }
-    if (!t.of_rows && t.type != kF32) {
-      store_shared(place, int(*reinterpret_cast<const unsigned short*>(at)));
+    if (kBytes == 2 && (kCount > 1 || !t.of_rows)) {
+#pragma unroll
+      for (int group = 0; group < kCount; ++group, at += t.group)
+        store_shared_u16(place + 2 * group, from.there ? *reinterpret_cast<const unsigned short*>(at) : 0);
       return 0;
     }
-    const u32 upper = at >> 1 & 1;
-    const long long step = from.there ? t.group * bytes : 0;
+    const u32 upper = u32(reinterpret_cast<unsigned long long>(at)) >> 1 & 1;
 #pragma unroll
-    for (int group = 0; group < kCount; ++group, at += step)
-      async_copy4(place + 4 * group, reinterpret_cast<const void*>(at & ~2ull), !from.there ? 0 : at & 2 ? 4 : bytes);
-    return upper << tensor;
-  }
-  template <int bytes>
-  static __device__ __forceinline__ void copy_run(u32 to, unsigned long long at, bool there) {
-    constexpr int kPiece = max_of(scale_piece(bytes), 4);
-#pragma unroll
-    for (int i = 0; i < bytes / kPiece; ++i)
-      async_copy_piece<kPiece>(to + kPiece * i, reinterpret_cast<const void*>(at + kPiece * i), there);
+    for (int group = 0; group < kCount; ++group, at += t.group)
+      async_copy4(place + 4 * group, at - 2 * upper, !from.there ? 0 : upper ? 4 : kBytes);
+    return kBytes == 2 ? upper << tensor : 0;
   }
 
   template <int tensor>
-  __device__ __forceinline__ void widen_scales_of(const CodeScales& t, u32 halves, u32 place) const {
-    constexpr int kCount = scale_count(tensor);
-    if (kCount == 0 || t.type == kF32) return;
-    float x[max_of(kCount, 1)];
-    bool upper = !t.runs && (halves >> tensor & 1);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const u32 word = load_shared(place + 4 * (t.runs ? i / 2 : i));
-      x[i] = (t.runs ? i % 2 : upper) ? Half::high(word) : Half::low(word);
-      upper ^= t.group & 1;
-    }
-    if constexpr (kCount % 4 == 0) {
-#pragma unroll
-      for (int i = 0; i < kCount; i += 4) store_shared_four(place + 4 * i, x[i], x[i + 1], x[i + 2], x[i + 3]);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) store_shared(place + 4 * i, __float_as_int(x[i]));
-    }
+  __device__ __forceinline__ void lower_half_of(u32 halves, u32 scales, int key) const {
+    if (scale_count(tensor) != 1 || scales_in_rows(tensor) || scale_type(tensor) == kF32) return;
+    const u32 place = scale_place<tensor>(scales, key, 0);
+    if (halves >> tensor & 1) store_shared(place, load_shared(place) >> 16);
   }
 
   __device__ __forceinline__ bool is_there(int i) const {
@@ -246,6 +290,79 @@ class LaneLoader {
       copy_row<Type, columns, whole>((first ^ 16 * (i * kLines & (kRowBytes / 16 - 1))) + i * kLines * 128,
                                      there ? from : static_cast<const typename Type::Memory*>(t.data),
                                      there ? dim : 0);
+    }
+  }
+
+  // Rows of blocks, by as many lanes each as they may have chunks of 16 bytes.
+  template <class Type, int columns, int tensor, bool whole>
+  __device__ __forceinline__ void copy_blocks(const StridedTensor& t, u32 to, u32 scales) const {
+    constexpr int kBytes = row_of_blocks(Type::kType, columns), kCopied = copied_row_of_blocks(Type::kType, columns);
+    constexpr int kLanes = kCopied <= 64 ? 4 : kCopied <= 128 ? 8 : kCopied <= 256 ? 16 : 32;
+    constexpr int kKeys = kBlockKeys / warps, kAtOnce = 32 / kLanes;
+    const DecodeSequence& s = tiles_.work_tile().sequence;
+    const int lane = threadIdx.x % 32, first = row_ / (kRowsAtOnce * kRows) * kKeys, chunk = lane % kLanes;
+    const long long entry = kPage > 0 || kPackedK ? 0 : s.entry;
+    const int place = s.n.k_start + tiles_.tile() * kBlockKeys + first + lane / kLanes;
+    const auto* const head =
+        static_cast<const unsigned char*>(t.data) + tiles_.work_tile().head * t.head + entry * t.batch;
+    const unsigned char* from = head + (kPage > 0 ? 0 : place * t.row);
+#pragma unroll
+    for (int i = 0; i < kKeys; i += kAtOnce) {
+      const int key = first + i + lane / kLanes;
+      bool there = whole || tiles_.tile() * kBlockKeys + key < s.n.sk;
+      if (kPage > 0) {
+        const u32 id = __shfl_sync(0xffffffff, scale_ids_[i / 32], (i + lane / kLanes) % 32);
+        there = there && (whole || id < u32(p_.pages.entries));
+        from = head + (there ? id * t.batch + (place + i) % max_of(kPage, 1) * t.row : 0);
+      }
+      const int start = u32(reinterpret_cast<unsigned long long>(from)) % 16;
+      const int bytes = there ? min(max(start + kBytes - 16 * chunk, 0), 16) : 0;
+      if (chunk < kCopied / 16)
+        async_copy16(to + key * kCopied + 16 * chunk, from - start + (bytes > 0 ? 16 * chunk : 0), bytes);
+      if (chunk == 0) store_shared(row_start_place<tensor>(scales, key), start);
+      if (kPage == 0) from += kAtOnce * t.row;
+    }
+  }
+
+  template <class Type, int columns, int panel_bytes, int tensor, class Sync>
+  __device__ __forceinline__ void separate(u32 rows, u32 scales, Sync sync) const {
+    constexpr int kBytes = row_of_blocks(Type::kType, columns), kCopied = copied_row_of_blocks(Type::kType, columns);
+    constexpr int kBlocks = columns / kBlockColumns;
+    constexpr int kChunks = bits_of(Type::kType) / 4, kOfPanel = panel_bytes / 16;  // of a block, of a row of a panel
+    u32 x[kScaleKeys][kBlocks][4 * kChunks], scale[kScaleKeys][kBlocks];
+#pragma unroll
+    for (int i = 0; i < kScaleKeys; ++i) {
+      if (scale_key(i) < 0) continue;
+      const u32 row = rows + scale_key(i) * kCopied + u32(load_shared(row_start_place<tensor>(scales, scale_key(i))));
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        const u32 at = row + kBytes / kBlocks * block;
+        const bool upper = at & 2;  // the block begins with half a word
+        u32 word = u32(load_shared(at & ~3u));
+        scale[i][block] = upper ? word >> 16 : word;
+#pragma unroll
+        for (int j = 0; j < 4 * kChunks; ++j) {
+          const u32 next = u32(load_shared((at & ~3u) + 4 * j + 4));
+          x[i][block][j] = __byte_perm(word, next, upper ? 0x7654 : 0x5432);
+          word = next;
+        }
+      }
+    }
+    sync();
+#pragma unroll
+    for (int i = 0; i < kScaleKeys; ++i) {
+      if (scale_key(i) < 0) continue;
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+#pragma unroll
+        for (int j = 0; j < kChunks; ++j) {
+          const int chunk = block * kChunks + j;
+          store_shared16(rows + chunk / kOfPanel * (kBlockKeys * panel_bytes) +
+                             chunk_place<panel_bytes>(scale_key(i), chunk % kOfPanel),
+                         x[i][block] + 4 * j);
+        }
+        store_shared_u16(scale_place<tensor>(scales, scale_key(i), block), scale[i][block]);
+      }
     }
   }
 
@@ -273,4 +390,5 @@ class LaneLoader {
   int row_, column_;  // of 16-bit elements
   int ids_[kRows / kRunRows];
   int scale_ids_[kScaleKeys];  // of the pages of scale_key()
+  const unsigned char* scales_[kScaleTensors];
 };

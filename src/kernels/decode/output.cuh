@@ -4,14 +4,6 @@
 #include "attention/softmax.cuh"
 #include "decode/schedule/schedule.cuh"
 
-// The column of the `i`-th element that a thread has of O: products of codes of V take columns of a word of codes in
-// turns (decode/codes.cuh).
-__device__ __forceinline__ int o_column(int i) {
-  constexpr int kOfHalf = CodesOfV::kOfHalf;
-  const int eight = i / 4;
-  return eight / kOfHalf * 8 * kOfHalf + (int(thread_column()) + i % 2) * kOfHalf + eight % kOfHalf;
-}
-
 // Stores four columns of a row of O; `scale` is one over the sum.
 __device__ __forceinline__ void store_columns(const DecodeParams& p, ElementO::Memory* row, int column,
                                               const float4& x, float scale) {
@@ -86,24 +78,46 @@ __device__ __forceinline__ void store_warp_group(const DecodeParams& p, const Wo
   }
 }
 
-// Combines what the warp groups have of a work tile, in the order of the warp groups: O, or a partial result.
-__device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
-                                                  const float (&O)[kValueDim / 2]) {
-  constexpr int kExchangeColumns = exchange_columns(kTile);
-  constexpr int kExchangeStride = exchange_stride(kTile);
-  const TileRows in_tile = rows_of_tile(p, tile);
-  const bool whole = tile.splits == 1;
-  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
-  const auto has_row = [](int half) { return kTileRows >= kWarpRows || int(thread_row()) + 8 * half < kTileRows; };
-  float* const partial = whole ? nullptr : Schedule::partial_of(p, tile, tile.split);
-  float2* const stats = reinterpret_cast<float2*>(raw + kLayout.stats);
-  float2* const totals = reinterpret_cast<float2*>(raw + kLayout.totals);
-  float* const columns = reinterpret_cast<float*>(raw + kLayout.exchange);
-  if (threadIdx.x % 4 == 0) {
+enum : int { kExchangeColumns = exchange_columns(kTile), kExchangeStride = exchange_stride(kTile) };
+
+// O and the statistics of rows as a warp has them. They go to their rows, the first one of the warp is `first_row`.
+struct WarpResult {
+  const Rows& rows;
+  const float (&O)[kValueDim / 2];
+
+  static __device__ __forceinline__ bool has_row(int half) {
+    return kTileRows >= kWarpRows || int(thread_row()) + 8 * half < kTileRows;
+  }
+  __device__ __forceinline__ void put_stats(float2* stats, int first_row) const {
+    if (threadIdx.x % 4 != 0) return;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
       if (has_row(i)) stats[first_row + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
   }
+  // kExchangeColumns columns from `first` on, which is a constant.
+  __device__ __forceinline__ void put_columns(float* columns, int first_row, int first) const {
+#pragma unroll
+    for (int i = 0; i < kExchangeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
+      const int row = first_row + thread_row() + (i & 2 ? 8 : 0);
+      if (!has_row(i >> 1 & 1)) continue;
+      *reinterpret_cast<float2*>(columns + row * kExchangeStride + i / 4 * 8 + int(thread_column())) = {
+          O[first / 2 + i], O[first / 2 + i + 1]};
+    }
+  }
+};
+
+// Combines what the warp groups have of a work tile, in the order of the warp groups: O, or a partial result.
+template <class Result>
+__device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const WorkTile& tile,
+                                                    const Result& result) {
+  const TileRows in_tile = rows_of_tile(p, tile);
+  const bool whole = tile.splits == 1;
+  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
+  float* const partial = whole ? nullptr : Schedule::partial_of(p, tile, tile.split);
+  float2* const stats = reinterpret_cast<float2*>(raw + kLayout.stats);
+  float2* const totals = reinterpret_cast<float2*>(raw + kLayout.totals);
+  float* const columns = reinterpret_cast<float*>(raw + kLayout.exchange);
+  result.put_stats(stats, first_row);
   sync_compute_warps();
   for (int row = threadIdx.x; row < in_tile.count; row += kComputeThreads) {
     float shift = infinity();
@@ -125,18 +139,7 @@ __device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const
   }
 #pragma unroll
   for (int first = 0; first < kValueDim; first += kExchangeColumns) {
-#pragma unroll
-    for (int i = 0; i < kExchangeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
-      const int row = first_row + thread_row() + (i & 2 ? 8 : 0);
-      if (!has_row(i >> 1 & 1)) continue;
-      float* const to = columns + row * kExchangeStride + o_column(first / 2 + i) - first;
-      if (kCodesV) {
-        to[0] = O[first / 2 + i];
-        to[CodesOfV::kOfHalf] = O[first / 2 + i + 1];
-      } else {
-        *reinterpret_cast<float2*>(to) = {O[first / 2 + i], O[first / 2 + i + 1]};
-      }
-    }
+    result.put_columns(columns, first_row, first);
     sync_compute_warps();
     constexpr int kFours = kExchangeColumns / 4;
 #pragma unroll 1

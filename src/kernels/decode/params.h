@@ -7,6 +7,7 @@
 //   kKScales, kVScales  scales that the codes of a key have for themselves, one for each group of columns; 0: those of
 //                   its sequence and kv head
 //   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
+//   kKScaleType, kVScaleType, kKZeroPointType, kVZeroPointType  element types of these numbers, f32 or f16
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256); both to 32 with codes of 4 bits
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups
@@ -52,13 +53,13 @@ struct DecodeMaps {
 // Of a key's scales side by side so many bytes may be copied at once; 0: they are no words.
 FULGUR_SHARED int scale_piece(int bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
 
-// Scales of codes, or their zero points, f32 or f16; null: they are 1. Strides in elements.
+// Scales of codes, or their zero points, f32 or f16; null: they are 1.
 struct CodeScales {
   const void* data;
   fulgur::kernels::Element type;
   bool of_rows;  // lie as the rows of K or V do, else by sequence and kv head
   bool runs;     // those of a key lie side by side, at a multiple of scale_piece(their bytes)
-  long long batch, row, head, group;
+  long long batch, row, head, group;  // strides in bytes
 };
 
 struct DecodeParams : DecodeMaps, CallParams {

@@ -24,8 +24,32 @@ enum : int {
   kScalesOfKey = kKScales * (1 + kKZeroPoint) + kVScales * (1 + kVZeroPoint),
 };
 
+// The tensors of scales that a tile of codes has with it: so many numbers of a key each, in words of their own. In
+// shared memory they follow each other, and in each its keys. After them rows of blocks have a word each: where in 16
+// bytes they begin.
+enum : int { kOfK, kOfV, kZeroOfK, kZeroOfV, kScaleTensors };
+__device__ constexpr int scale_count(int tensor) {
+  const int count = tensor % 2 == 0 ? kKScales : kVScales;
+  return tensor == kZeroOfK ? count * kKZeroPoint : tensor == kZeroOfV ? count * kVZeroPoint : count;
+}
+__device__ constexpr Element scale_type(int tensor) {
+  return Element(tensor == kOfK       ? kKScaleType
+                 : tensor == kOfV     ? kVScaleType
+                 : tensor == kZeroOfK ? kKZeroPointType
+                                      : kVZeroPointType);
+}
+__device__ constexpr int scale_words_before(int tensor) {
+  if (tensor == 0) return 0;
+  return scale_words_before(tensor - 1) + scale_words(scale_count(tensor - 1), scale_type(tensor - 1));
+}
+// Whether they come with the codes, in blocks.
+__device__ constexpr bool scales_in_rows(int tensor) {
+  return is_block(tensor % 2 == 0 ? StoredK::kType : StoredV::kType);
+}
+enum : int { kScaleWords = scale_words_before(kScaleTensors) + scales_in_rows(kOfK) + scales_in_rows(kOfV) };
+
 constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, StoredV::kType, ElementO::kType},
-                              kScalesOfKey,   kHeadDim,
+                              kScaleWords,    kHeadDim,
                               kValueDim,      kWarpsPerGroup,
                               kWarpGroups,    kTileRows,
                               kBlockKeys,     kKStages,

@@ -35,3 +35,50 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const W
                     : static_cast<const ElementQ::Memory*>(p.q.data),
           count};
 }
+
+enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
+
+// Where a column of Q lies among those of 16 bytes of codes: a lane's word has the columns of two halves of it, and
+// products take two columns of each lane at a time.
+__device__ __forceinline__ int query_column(int column) {
+  constexpr int kColumns = 8 * CodesOfK::kOfHalf;
+  const CodesOfK::Place at = CodesOfK::place(column % kColumns);
+  return column / kColumns * kColumns + at.number * 8 + at.word * 2 + at.half;
+}
+
+// Makes the Q of a block of rows, which is there as memory has it, one of f16 in that order, and bf16 as large as f16
+// may be: rows are divided by powers of 2. By all threads, between barriers.
+__device__ __forceinline__ void prepare_queries() {
+  enum : int { kOfLane = (kHeadDim + 31) / 32, kWarps = kComputeThreads / 32 };
+  const int lane = threadIdx.x % 32;
+  const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q;
+  const auto place = [&](int row, int column) {
+    return q + column / 64 * kBlockRows * 128 + swizzled(row, column % 64 / 8) + column % 8 * 2;
+  };
+#pragma unroll 1
+  for (int row = threadIdx.x / 32; row < kBlockRows; row += kWarps) {
+    u32 x[kOfLane];
+    u32 largest = 0;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      x[i] = lane + 32 * i < kHeadDim ? load_shared_u16(place(row, lane + 32 * i)) : 0;
+      largest = max(largest, x[i] & 0x7fff);
+    }
+    float factor = 1;
+    if (StoredQ::kType == kBF16) {
+#pragma unroll
+      for (int step = 1; step < 32; step *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
+      const int exponent = min(max(int(largest >> 7), 15), 254);  // the largest becomes 2^14 and more
+      factor = __int_as_float((exponent - 14) << 23);
+      const float inverse = __int_as_float((268 - exponent) << 23);
+#pragma unroll
+      for (int i = 0; i < kOfLane; ++i)
+        x[i] = Half::pack(StoredQ::to_float(static_cast<unsigned short>(x[i])) * inverse, 0) & 0xffff;
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i)
+      if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i)), x[i]);
+    if (lane == 0) reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = factor;
+  }
+}

@@ -26,13 +26,14 @@ struct ThreadRows {
   }
 };
 
-__device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int warp_of_group) {
+// `first` of a block, and the one `step` rows on.
+__device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int first, int step) {
   ThreadRows rows;
   const Lengths& n = tile.sequence.n;
   unsigned long long tree[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = tile.block * kBlockRows + kWarpRows * warp_of_group + int(thread_row()) + 8 * i;
+    const int row = tile.block * kBlockRows + first + step * i;
     rows.query[i] = min(row / kGroup, n.sq - 1);
     if (kTree) tree[i] = tree_word(p.tree_mask, p, n, tile.batch, rows.query[i]);
     rows.diagonal[i] = diagonal_of(band_of(p), n, rows.query[i]);
@@ -43,17 +44,19 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
 }
 
 // With score_mod: which scores of a tile a bias or an expression has made -inf, as without the score nobody can say it
-// later. A thread has a bit for each of its own, and asks the lanes of its quad for those of its rows.
+// later. A thread has a bit for each of its own, and asks the lanes that share its rows for theirs.
+template <class Layout>
 class HiddenScores {
  public:
   HiddenScores() = default;
-  __device__ __forceinline__ explicit HiddenScores(const float (&S)[kBlockKeys / 2]) {
+  template <int count>
+  __device__ __forceinline__ explicit HiddenScores(const float (&S)[count]) {
 #pragma unroll
-    for (int i = 0; kScoreMod && i < kBlockKeys / 2; ++i) bits_[i / 32] |= u32(S[i] == -infinity()) << i % 32;
+    for (int i = 0; kScoreMod && i < count; ++i) bits_[i / 32] |= u32(S[i] == -infinity()) << i % 32;
   }
   // That of the thread's i-th row and a key of the tile. The warp asks together.
   __device__ __forceinline__ bool has(int i, int key) const {
-    const int lane = int(threadIdx.x) % 32 / 4 * 4 + key % 8 / 2, bit = key / 8 * 4 + 2 * i + key % 2;
+    const int lane = Layout::lane_of(key), bit = Layout::element_of(i, key);
     const u32 word = __shfl_sync(0xffffffff, bits_[0], lane), next = __shfl_sync(0xffffffff, bits_[1], lane);
     return (bit < 32 ? word : next) >> bit % 32 & 1;
   }
@@ -64,23 +67,25 @@ class HiddenScores {
 };
 
 // Transforms scores (softcap, ALiBi, expressions), and makes those of hidden keys -inf where the tile is `masked`.
-__device__ __forceinline__ HiddenScores adjust_scores(const DecodeParams& p, float (&S)[kBlockKeys / 2],
-                                                      const ThreadRows& rows, int key_tile, bool masked) {
-  const int first = key_tile * kBlockKeys + int(thread_column());
+template <class Layout, int count>
+__device__ __forceinline__ HiddenScores<Layout> adjust_scores(const DecodeParams& p, float (&S)[count],
+                                                              const ThreadRows& rows, int key_tile, bool masked) {
+  const int first = key_tile * kBlockKeys + int(Layout::first_column());
   const ScoreContext at[2] = {rows.context(0, first), rows.context(1, first)};
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; ++i) {
-    const ScoreContext entry = at[i >> 1 & 1].moved(0, i / 4 * 8 + (i & 1));
+  for (int i = 0; i < count; ++i) {
+    const ScoreContext entry = at[Layout::row(i)].moved(0, Layout::column(i));
     S[i] = score(p, entry, S[i], bias_of(p, entry));
   }
-  const HiddenScores hidden(S);
-  if (masked) hide_keys<false>(S, rows.keys, first);
+  const HiddenScores<Layout> hidden(S);
+  if (masked) hide_keys<false, Layout>(S, rows.keys, first);
   return hidden;
 }
 
 // Whether the thread's i-th row sees a key of a tile.
-__device__ __forceinline__ bool sees(const DecodeParams& p, const ThreadRows& rows, const HiddenScores& hidden, int i,
-                                     int key_tile, int key) {
+template <class Layout>
+__device__ __forceinline__ bool sees(const DecodeParams& p, const ThreadRows& rows, const HiddenScores<Layout>& hidden,
+                                     int i, int key_tile, int key) {
   const int place = key_tile * kBlockKeys + key;
   const bool hides_key = kScoreMod ? hidden.has(i, key) : hides(p, rows.context(i, place));
   return rows.keys.sees(i, place) && !hides_key;
@@ -91,7 +96,7 @@ __device__ __forceinline__ bool sees(const DecodeParams& p, const ThreadRows& ro
 // the tile.
 template <class Sync>
 __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
-                                               const HiddenScores& hidden, int key_tile, u32 v, Sync sync) {
+                                               const HiddenScores<ByRows>& hidden, int key_tile, u32 v, Sync sync) {
   const auto pair_at = [&](int key, int column) {
     return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
   };
@@ -149,7 +154,8 @@ struct TileMask {
   ThreadRows rows;
 
   __device__ __forceinline__ TileMask(const DecodeParams& p, const WorkTile& tile, int warp_of_group)
-      : seen_by_all(keys_seen_by_all(p, tile)), rows(rows_of_thread(p, tile, warp_of_group)) {}
+      : seen_by_all(keys_seen_by_all(p, tile)),
+        rows(rows_of_thread(p, tile, kWarpRows * warp_of_group + int(thread_row()), 8)) {}
 
   // Whether some row does not see all keys of a tile.
   __device__ __forceinline__ bool cuts(int key_tile) const {
@@ -160,8 +166,8 @@ struct TileMask {
 // Keeps NaN and infinity of V in a tile that the mask cuts from the rows that do not see their keys.
 template <class Sync>
 __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2],
-                                                      const TileMask& mask, const HiddenScores& hidden, int key_tile,
-                                                      u32 v, const SavedWorkTiles& saved, Sync sync) {
+                                                      const TileMask& mask, const HiddenScores<ByRows>& hidden,
+                                                      int key_tile, u32 v, const SavedWorkTiles& saved, Sync sync) {
   if (hides_non_finite(v, key_tile, mask.seen_by_all, saved.keys()))
     add_non_finite(p, O, mask.rows, hidden, key_tile, v, sync);
 }

@@ -10,10 +10,25 @@ __device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 flipped) {
 }
 
 // A word has kOfHalf codes in each half. numbers() makes words of two of f16: x[j] has the j-th code of the lower half
-// and the j-th of the upper one. is_finite(): whether all codes of a word are numbers.
+// and the j-th of the upper one. is_finite(): whether all codes of a word are numbers. Elements of 16 bits are codes
+// that stay what they are.
 template <Element type>
 struct Codes {
   enum : int { kOfHalf = max_of(16 / bits_of(type), 1) };
+  using Number = ElementType<is_code(type) ? kF16 : type>;
+
+  // Where a column of 16 bytes of codes is: in which half of which word, and the how manieth of it.
+  struct Place {
+    int word, half, number;
+  };
+  static __device__ __forceinline__ Place place(int column) {
+    if (type == kQ4_0) return {column % 16 / 4, column / 2 % 2, column % 2 * 2 + column / 16};
+    return {column / (2 * kOfHalf), column / kOfHalf % 2, column % kOfHalf};
+  }
+  // The column that a half of a word has as its number `number`; halves are counted over all words.
+  static __device__ __forceinline__ int column_of(int half, int number) {
+    return type == kQ4_0 ? 2 * half + number / 2 + number % 2 * 16 : half * kOfHalf + number;
+  }
 
   static __device__ __forceinline__ void numbers(u32 word, u32 (&x)[kOfHalf]) {
     if constexpr (type == kE4M3) {
@@ -23,19 +38,24 @@ struct Codes {
     } else if constexpr (type == kE5M2) {  // the upper half of f16
       x[0] = __byte_perm(word, 0, 0x2404);
       x[1] = __byte_perm(word, 0, 0x3414);
-    } else if constexpr (type == kInt8) {  // 1024 + u is 0x6400 | u
+    } else if constexpr (type == kInt8 || type == kQ8_0) {  // 1024 + u is 0x6400 | u
       const u32 u = word ^ 0x80808080;
       x[0] = Half::add(__byte_perm(u, 0x64646464, 0x4240), 0xe480e480);
       x[1] = Half::add(__byte_perm(u, 0x64646464, 0x4341), 0xe480e480);
-    } else if constexpr (type == kInt4) {  // and 1024 + 16 u is 0x6400 | u << 4
+    } else if constexpr (bits_of(type) == 4) {  // and 64 + u is 0x5400 | u << 4
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
         const u32 pairs = word >> 4 * i;
-        x[i] = Half::add(and_xor(pairs, 0x000f000f, 0x64086408), 0xe408e408);
-        x[i + 1] = Half::fma(and_xor(pairs, 0x00f000f0, 0x64806480), 0x2c002c00, 0xd480d480);
+        x[i] = Half::add(and_xor(pairs, 0x000f000f, 0x64006400 ^ kSigns), 0xe408e408);
+        x[i + 1] = Half::add(and_xor(pairs, 0x00f000f0, 0x54005400 ^ kSigns << 4), 0xd480d480);
       }
+    } else {
+      x[0] = word;
     }
   }
+
+  // Of codes of 4 bits in two's complement, which become u of -8 + u by their sign.
+  static constexpr u32 kSigns = type == kInt4 ? 0x00080008 : 0;
 
   // Only floats have codes that are none.
   static __device__ __forceinline__ bool is_finite(u32 word) {
@@ -46,15 +66,18 @@ struct Codes {
       const u32 exponent = word & 0x7c7c7c7c;
       return ((exponent + 0x04040404) & 0x80808080) == 0;
     } else {
-      return true;
+      return is_code(type) || (Number::is_finite(word) && Number::is_finite(word >> 16));
     }
   }
   // With 0 in place of those that are none.
   static __device__ __forceinline__ u32 finite(u32 word) {
+    constexpr int kBits = max_of(bits_of(type), 8);
     u32 kept = 0;
 #pragma unroll
-    for (int i = 0; i < 32; i += 8)
-      if (is_finite(word & 0xffu << i)) kept |= word & 0xffu << i;
+    for (int i = 0; i < 32; i += kBits) {
+      const u32 of_code = word & ((1u << kBits) - 1) << i;
+      if (is_finite(of_code)) kept |= of_code;
+    }
     return kept;
   }
 };

@@ -23,11 +23,6 @@ __device__ __forceinline__ float4 load_global_fresh4(const float* at) {
   return x;
 }
 
-// Into the first-level cache alone.
-__device__ __forceinline__ void prefetch_global(const void* at) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(at) : "memory");
-}
-
 // Counts to `last` and starts again from 0. What the CTA wrote before its last barrier is there for whoever
 // sees the count.
 __device__ __forceinline__ int take_ticket(int* tickets, int last) {
@@ -71,6 +66,16 @@ __device__ __forceinline__ void load_shared16(u32 address, u32* x) {
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
                : "r"(address)
                : "memory");
+}
+// 1, 2 or 4 words.
+template <int words>
+__device__ __forceinline__ void load_shared_words(u32 address, u32* x) {
+  if constexpr (words == 4) return load_shared16(address, x);
+  if constexpr (words == 2) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(x[0]), "=r"(x[1]) : "r"(address) : "memory");
+    return;
+  }
+  x[0] = u32(load_shared(address));
 }
 __device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])

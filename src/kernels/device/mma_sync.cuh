@@ -25,5 +25,12 @@ __device__ __forceinline__ void load_shared_matrices_transposed(u32 address, u32
                : "memory");
 }
 
+// The transposed one of an 8 x 8 matrix of 16-bit elements, of which each lane has two side by side, as A and B have.
+__device__ __forceinline__ u32 transposed_matrix(u32 x) {
+  u32 y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
 // Where chunk `chunk` of 16 bytes lies in a panel's row, so that no two rows of eight have a chunk in the same banks.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }

@@ -8,12 +8,23 @@ namespace fulgur::kernels {
 enum Element : int {
   kF16, kBF16, kF32, kF64, kI32, kI64, kBool,
   kE4M3 = 8, kE5M2, kInt8, kInt4,
-  kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIQ4NL,  // blocks, of append and quantize alone
+  kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kIQ4NL,  // blocks; but for the first two, of append and quantize alone
 };
 
 FULGUR_SHARED bool is_code(Element type) { return type >= kE4M3; }
-FULGUR_SHARED int bits_of(Element type) { return type == kF32 ? 32 : type == kInt4 ? 4 : is_code(type) ? 8 : 16; }
+FULGUR_SHARED int bits_of(Element type) {
+  return type == kF32 ? 32 : type == kInt4 || type == kQ4_0 ? 4 : is_code(type) ? 8 : 16;
+}
 FULGUR_SHARED int bytes_of(Element type) { return bits_of(type) / 8; }
+
+// Codes that lie in blocks of 32 with a scale of f16 in front of them, and the bytes of such a row. Rows begin anywhere
+// at even bytes: they are copied with all of the 16 bytes in which they begin.
+FULGUR_SHARED bool is_block(Element type) { return type == kQ8_0 || type == kQ4_0; }
+constexpr int kBlockColumns = 32;
+FULGUR_SHARED int row_of_blocks(Element type, int dim) {
+  return dim / kBlockColumns * (2 + kBlockColumns * bits_of(type) / 8);
+}
+FULGUR_SHARED int copied_row_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 14 + 15) / 16 * 16; }
 
 // The types of a kernel's operands. A gradient has that of its tensor.
 struct Operands {

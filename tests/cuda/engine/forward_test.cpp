@@ -336,7 +336,7 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   EXPECT_STREQ(state_->launches[0].kernel, "fulgur_forward_values");
   const auto p = params<ForwardParams>(1);
   EXPECT_EQ(p.v.data, args.v.data);
-  EXPECT_EQ(p.values.stretches, 5);  // of 1536 keys
+  EXPECT_EQ(p.values.stretches, 3);  // of 3072 keys
   const int64_t Bc = plan.details().get<int64_t>("Bc");
   EXPECT_EQ(p.values.head_tiles, (7000 + Bc - 1) / Bc);
   EXPECT_EQ(p.values.batch_tiles, 2 * p.values.head_tiles);
@@ -408,8 +408,8 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
       a.k.dtype = k, a.v.dtype = v;
     });
   };
-  expect_refused(cached(DType::kQ4_0, DType::kInt8),
-                 "takes no low-bit k (q4_0) but e4m3, e5m2, int8 and int4");
+  expect_refused(cached(DType::kQ4_1, DType::kInt8),
+                 "takes no low-bit k (q4_1) but e4m3, e5m2, int8, int4, q8_0 and q4_0");
   expect_refused(cached(DType::kF16, DType::kInt8),
                  "computes k and v of codes or of the dtype of q, got k of f16");
   ForwardCall invariant = cached(DType::kInt8, DType::kInt4);

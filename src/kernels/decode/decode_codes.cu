@@ -1,0 +1,60 @@
+// The warp path (decode/decode_warp.cu) where K or V are codes. Its products are transposed, so that eight rows of Q
+// fill them and each code becomes a number once for all rows of a warp. docs/kernels/decode.md derives this.
+#include "decode/decode_codes.cuh"
+#include "decode/combine.cuh"
+#include "decode/decode_warp.cuh"
+
+static_assert(kCodesK || kCodesV);
+
+__device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, Queries& queries,
+                                        KeyValueRing& ring) {
+  const int warp = uniform(threadIdx.x / 32);
+  const int warp_group = warp / kWarpsPerGroup;
+  const int warp_of_group = warp % kWarpsPerGroup;
+  const auto sync = [&] { sync_warp_group(warp_group); };
+  const float c = score_factor(p);
+  const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q + warp_of_group * kWarpRows * 128;
+  const SavedWorkTiles saved(warp);
+  bool more = true;
+#pragma unroll 1
+  while (more) {
+    const WorkTile& tile = work_tiles.tile;
+    saved.save(work_tiles);
+    if (tile.has_keys()) queries.begin_work_tile(p, tile);
+    const bool has_rows = warp_of_group * kWarpRows < rows_of_tile(p, tile).count;
+    const TransposedRows of_thread(p, tile, warp_of_group);
+    KeyProducts products(p, tile, warp_of_group, q);
+    float O[kRowTiles][kOutputs];
+    SoftmaxRows rows;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      rows.of[i] = rows_without_keys();
+#pragma unroll
+      for (int j = 0; j < kOutputs; ++j) O[i][j] = 0;
+    }
+#pragma unroll 1
+    for (int key_tile = tile.begin + warp_group; key_tile < tile.end; key_tile += kWarpGroups) {
+      float S[kRowTiles][kScores], P[kRowTiles][kScores];
+      HiddenScores<Transposed> hidden[kRowTiles];
+      const u32 k = ring.keys(sync);
+      const bool masked = of_thread.cuts(key_tile);
+      if (has_rows) {
+        products.multiply(S, k, ring.scales());
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i)
+          hidden[i] = adjust_scores<Transposed>(p, S[i], of_thread.of[i], key_tile, masked);
+        softmax_step(P, S, O, rows, c, ring.scales());
+      }
+      if (kHidesKeys && masked)
+        add_hidden_non_finite(p, O, of_thread, hidden, key_tile, {ring.values(), ring.scales()}, saved, sync);
+      if (has_rows) multiply_values(O, P, ring.values(), ring.scales());
+      ring.advance();
+    }
+    work_tiles = saved.load();
+    finish(p, tile, O, rows);
+    combine_warp_groups(p, tile, TransposedResult{rows, O});
+    if (tile.splits > 1) end_split<Schedule>(p, tile);
+    more = work_tiles.next(p);
+    if (more) queries.prefetch(p, tile);
+  }
+}

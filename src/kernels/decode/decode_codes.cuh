@@ -1,0 +1,519 @@
+// K and V of codes (kCodesK, kCodesV): products of a warp whose rows are keys, or columns of V, and whose columns are
+// rows of Q, as fragments of Transposed (attention/fragment.cuh). Codes become f16 in registers: 16 bytes of a row that
+// ldmatrix hands out are fragments of as many products as half a word has codes, if the columns of Q, and later those
+// of O, are in the order that gives. What scales K multiplies scores. What scales V multiplies P, or O where all keys
+// have the same. docs/kernels/decode.md derives this.
+#pragma once
+#include "decode/output.cuh"
+#include "decode/scores.cuh"
+
+enum : int {
+  kRowTiles = kTileRows <= 8 ? 1 : 2,  // of eight rows of Q, that a warp has
+  kScores = kBlockKeys / 4,            // that a thread has of eight rows, and elements of O
+  kOutputs = kValueDim / 4,
+};
+
+static_assert(kBlockKeys % 32 == 0 && kWarpGroups > 1);
+
+// A thread's rows of Q, two of each eight.
+struct TransposedRows {
+  KeyRange seen_by_all;
+  ThreadRows of[kRowTiles];
+
+  __device__ __forceinline__ TransposedRows(const DecodeParams& p, const WorkTile& tile, int warp_of_group)
+      : seen_by_all(keys_seen_by_all(p, tile)) {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+      of[i] = rows_of_thread(p, tile, kWarpRows * warp_of_group + 8 * i + int(thread_column()), 1);
+  }
+
+  // Whether some row does not see all keys of a tile.
+  __device__ __forceinline__ bool cuts(int key_tile) const {
+    return is_partial(seen_by_all, key_tile * kBlockKeys, (key_tile + 1) * kBlockKeys);
+  }
+};
+
+// ---- Scales ----
+
+__device__ __forceinline__ float descale_of(const CodeScales& t, const WorkTile& tile) {
+  if (t.data == nullptr) return 1;
+  const auto* const at = static_cast<const unsigned char*>(t.data) + tile.batch * t.batch + tile.head * t.head;
+  return t.type == kF32 ? *reinterpret_cast<const float*>(at)
+                        : half_to_float(*reinterpret_cast<const unsigned short*>(at));
+}
+
+// By how much a key's scales may move the maximum of a row: products of P and scales are f16.
+__device__ __forceinline__ float weight_of_key(u32 scales, int key) {
+  const ScalesOfKey<kOfV> v(scales, key);
+  float largest = 0;
+#pragma unroll
+  for (int group = 0; group < kVScales; ++group) largest = fmaxf(largest, fabsf(v[group]));
+  return fminf(fmaxf(largest, 0x1p-90f), 0x1p104f);
+}
+
+// The largest of a tile.
+__device__ __forceinline__ float weight_of_tile(u32 scales) {
+  if (kVScales == 0) return 1;
+  u32 largest = 0;
+#pragma unroll
+  for (int key = threadIdx.x % 32; key < kBlockKeys; key += 32)
+    largest = max(largest, __float_as_uint(weight_of_key(scales, key)));
+  return __uint_as_float(__reduce_max_sync(0xffffffff, largest));
+}
+
+// ---- Softmax ----
+
+// The state of a thread's rows, as attention/softmax.cuh has it: of products of P and scales.
+struct SoftmaxRows {
+  Rows of[kRowTiles];
+};
+
+__device__ __forceinline__ float max_of_columns(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, step));
+  return x;
+}
+__device__ __forceinline__ float sum_of_columns(float x) {
+#pragma unroll
+  for (int step = 4; step < 32; step *= 2) x += __shfl_xor_sync(0xffffffff, x, step);
+  return x;
+}
+
+// P = exp2(c * S + shift), of each row with a shift of its own, and its sums, of this thread's columns.
+template <bool exact>
+__device__ __forceinline__ void exponentials(float (&P)[kScores], const float (&S)[kScores], float c,
+                                             const float (&shift)[2], float (&sum)[2]) {
+  float before[2];  // short sums
+#pragma unroll
+  for (int i = 0; i < kScores; ++i) {
+    const float at = shift[i % 2];
+    P[i] = exp2_fast(exact ? __fadd_rn(__fmul_rn(S[i], c), at) : __fmaf_rn(S[i], c, at));
+    float& to = i / 2 % 2 == 0 ? sum[i % 2] : before[i % 2];
+    to = i < 4 ? P[i] : to + P[i];
+  }
+  sum[0] += before[0];
+  sum[1] += before[1];
+}
+
+// As softmax_step, of products of P and the scales of V: the maximum is that of scores with exponents of the scales of
+// their keys, and no new one is computed until the sum of some row of the warp, times the largest scale of the tile,
+// has outgrown kSumLimit.
+__device__ __forceinline__ void softmax_step(float (&P)[kRowTiles][kScores], const float (&S)[kRowTiles][kScores],
+                                             float (&O)[kRowTiles][kOutputs], SoftmaxRows& rows, float c, u32 scales) {
+  const float weight = weight_of_tile(scales);
+  float sum[kRowTiles][2];
+  bool settled = true;
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+    exponentials<false>(P[i], S[i], c, rows.of[i].shift, sum[i]);
+    settled = settled && (sum[i][0] + sum[i][1]) * weight <= float(kSumLimit);
+  }
+  if (__any_sync(0xffffffff, !settled)) {
+    float exponent[kVScales > 0 ? kScores / 2 : 1];
+#pragma unroll
+    for (int i = 0; kVScales > 0 && i < kScores / 2; ++i)
+      exponent[i] = float(__float_as_int(weight_of_key(scales, 8 * i + int(thread_row()))) >> 23) - 127;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      float shift[2];
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        float largest = -infinity();
+#pragma unroll
+        for (int j = row; j < kScores; j += 2)
+          largest = fmaxf(largest, kVScales > 0 ? __fadd_rn(__fmul_rn(S[i][j], c), exponent[j / 2]) : S[i][j]);
+        largest = max_of_columns(largest);
+        float& at = rows.of[i].shift[row];
+        const float old = at;
+        at = fminf(old, -(kVScales > 0 ? largest : __fmul_rn(largest, c)));
+        const float factor = at == infinity() ? 1 : exp2_fast(at - old);
+#pragma unroll
+        for (int j = row; j < kOutputs; j += 2) O[i][j] *= factor;
+        rows.of[i].sum[row] *= factor;
+        shift[row] = at == infinity() ? 0 : at;
+      }
+      exponentials<true>(P[i], S[i], c, shift, sum[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2 * kRowTiles; ++i) rows.of[i / 2].sum[i % 2] += sum[i / 2][i % 2];
+}
+
+// ---- Products ----
+
+// Numbers of codes less zero points of f16, of the keys of both halves.
+template <int count>
+__device__ __forceinline__ void subtract(u32* x, float zero_point0, float zero_point1) {
+  const u32 less = Half::pack(-zero_point0, -zero_point1);
+#pragma unroll
+  for (int i = 0; i < count; ++i) x[i] = Half::add(x[i], less);
+}
+
+// Chunks of 16 bytes whose numbers are whole steps of products, and how many numbers of a lane's words these are.
+template <class CodesOf>
+struct Steps {
+  enum : int {
+    kChunks = CodesOf::kOfHalf == 1 ? 2 : 1,
+    kNumbers = kChunks * CodesOf::kOfHalf,
+    kColumns = 8 * kNumbers,
+  };
+};
+
+// Q of the warp's rows in steps of 16 columns, as B of products: words of each eight rows.
+class QueryFragments {
+ public:
+  __device__ __forceinline__ explicit QueryFragments(u32 q) : q_(q) {}
+  // Of step `step`, a constant that grows.
+  __device__ __forceinline__ void load(int step) {
+    const u32 lane = threadIdx.x % 32, panel = q_ + step / 4 * kQPanelBytes;
+    if (kRowTiles == 2)
+      load_shared_matrices(panel + swizzled(lane % 8 + lane / 16 * 8, step % 4 * 2 + lane / 8 % 2), words_);
+    else if (step % 2 == 0)
+      load_shared_matrices(panel + swizzled(lane % 8, step % 4 * 2 + lane / 8), words_);
+  }
+  __device__ __forceinline__ const u32* rows(int step, int eight) const {
+    return words_ + 2 * (kRowTiles == 2 ? eight : step % 2);
+  }
+
+ private:
+  u32 q_;
+  u32 words_[4];
+};
+
+// What a work tile has for S^T = K Q^T of the warp's rows, whose Q lies at `q`.
+class KeyProducts {
+ public:
+  // Once Q is there, if the work tile `has_keys`.
+  __device__ __forceinline__ KeyProducts(const DecodeParams& p, const WorkTile& tile, int warp_of_group, u32 q)
+      : queries_(q) {
+    const float of_head = kCodesK && kKScales == 0 ? descale_of(p.k_scale, tile) : 1;
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const int row = warp_of_group * kWarpRows + i / 2 * 8 + int(thread_column()) + i % 2;
+      float of_row = of_head;
+      if (kCodesK && tile.has_keys()) of_row *= reinterpret_cast<const float*>(raw + kLayout.q_factors)[row];
+      factor_[i / 2][i % 2] = of_row;
+    }
+    // Sums of Q are products with -1 in place of keys.
+#pragma unroll
+    for (int group = 0; kSums && group < kGroups; ++group) {
+      float sums[kRowTiles][4] = {};
+#pragma unroll
+      for (int step = group * kOfGroup / 16; step < (group + 1) * kOfGroup / 16; ++step) {
+        constexpr u32 kMinusOnes = 0xbc00bc00;
+        const u32 a[4] = {kMinusOnes, kMinusOnes, kMinusOnes, kMinusOnes};
+        queries_.load(step);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          const u32* const b = queries_.rows(step, i);
+          multiply_16_8_16<kF16>(sums[i], a, b[0], b[1]);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i) sum_[group][i / 2][i % 2] = sums[i / 2][i % 2];
+    }
+  }
+
+  // Of the codes at `k`.
+  __device__ __forceinline__ void multiply(float (&S)[kRowTiles][kScores], u32 k, u32 scales) {
+    const u32 lane = threadIdx.x % 32;
+    float of_group[kGroups > 1 ? kRowTiles : 1][kGroups > 1 ? kScores : 1];
+    ScalesOfKey<kOfK> of_key[kKScales > 0 ? kBlockKeys / 8 : 1];
+    ScalesOfKey<kZeroOfK> zero_points[kKZeroPoint ? kBlockKeys / 8 : 1];
+#pragma unroll
+    for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
+      if (kKScales > 0) of_key[eight] = {scales, 8 * eight + int(thread_row())};
+      if (kKZeroPoint) zero_points[eight] = {scales, 8 * eight + int(thread_row())};
+    }
+#pragma unroll
+    for (int group = 0; group < kGroups; ++group) {
+      const auto sums = [&](int i) { return kGroups > 1 && group > 0 ? of_group[i] : S[i]; };
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kScores; ++i) sums(i / kScores)[i % kScores] = 0;
+#pragma unroll
+      for (int column = group * kOfGroup; column < (group + 1) * kOfGroup; column += Step::kColumns) {
+        u32 b[Step::kNumbers / 2][kRowTiles][2];
+#pragma unroll
+        for (int step = 0; step < Step::kNumbers / 2; ++step) {
+          queries_.load(column / 16 + step);
+#pragma unroll
+          for (int i = 0; i < 2 * kRowTiles; ++i)
+            b[step][i / 2][i % 2] = queries_.rows(column / 16 + step, i / 2)[i % 2];
+        }
+#pragma unroll
+        for (int keys = 0; keys < kBlockKeys; keys += 32) {
+          u32 x[4][Step::kNumbers];
+#pragma unroll
+          for (int i = 0; i < Step::kChunks; ++i) {
+            const int chunk = column / (8 * CodesOfK::kOfHalf) + i;
+            u32 words[4];
+            load_shared_matrices(k + chunk / kOfPanel * (kBlockKeys * kKRowBytes) +
+                                     chunk_place<kKRowBytes>(keys + lane, chunk % kOfPanel),
+                                 words);
+#pragma unroll
+            for (int eight = 0; eight < 4; ++eight) {
+              u32 numbers[CodesOfK::kOfHalf];
+              CodesOfK::numbers(words[eight], numbers);
+#pragma unroll
+              for (int j = 0; j < CodesOfK::kOfHalf; ++j) x[eight][i * CodesOfK::kOfHalf + j] = numbers[j];
+            }
+          }
+#pragma unroll
+          for (int eight = 0; kKZeroPoint && !kSums && eight < 4; ++eight) {
+            const float zero_point = zero_points[keys / 8 + eight][group];
+            subtract<Step::kNumbers>(x[eight], zero_point, zero_point);
+          }
+#pragma unroll
+          for (int step = 0; step < Step::kNumbers; step += 2)
+#pragma unroll
+            for (int pair = 0; pair < 4; pair += 2) {
+              const u32 a[4] = {x[pair][step], x[pair + 1][step], x[pair][step + 1], x[pair + 1][step + 1]};
+#pragma unroll
+              for (int i = 0; i < kRowTiles; ++i)
+                multiply_16_8_16<CodesOfK::Number::kType>(sums(i) + (keys / 8 + pair) * 2, a, b[step / 2][i][0],
+                                                          b[step / 2][i][1]);
+            }
+        }
+      }
+      if constexpr (kKScales > 0) {
+#pragma unroll
+        for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
+          const float scale = of_key[eight][group];
+#pragma unroll
+          for (int i = 0; i < 2 * kRowTiles; ++i) {
+            float& s = S[i / 2][2 * eight + i % 2];
+            float t = sums(i / 2)[2 * eight + i % 2];
+            if (kSums) t = __fmaf_rn(zero_points[eight][group], sum_[group][i / 2][i % 2], t);
+            s = group == 0 ? t * scale : __fmaf_rn(t, scale, s);
+          }
+        }
+      }
+    }
+    if constexpr (kCodesK) {
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kScores; ++i) S[i / kScores][i % kScores] *= factor_[i / kScores][i % 2];
+    }
+  }
+
+ private:
+  using Step = Steps<CodesOfK>;
+  enum : int {
+    kGroups = max_of(kKScales, 1),
+    kOfGroup = kHeadDim / kGroups,
+    kOfPanel = kKRowBytes / 16,
+    // Zero points are multiplied with sums of Q, for which there are no registers where these are full of O.
+    kSums = kKZeroPoint && kRowTiles * kValueDim <= 256,
+  };
+
+  QueryFragments queries_;
+  float factor_[kRowTiles][2];
+  float sum_[kSums ? kGroups : 1][kSums ? kRowTiles : 1][2];  // of Q, negative
+};
+
+// P as B of products, times the scales of the `group`-th columns of V.
+__device__ __forceinline__ void weigh(u32 (&weighed)[kRowTiles][kScores / 2], const float (&P)[kRowTiles][kScores],
+                                      int group, const ScalesOfKey<kOfV>* of_key) {
+#pragma unroll
+  for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
+    const float scale = kVScales > 0 ? of_key[eight][group] : 1;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i) {
+      const float* const pair = P[i] + 2 * eight;
+      weighed[i][eight] = transposed_matrix(kVScales > 0 ? ElementP::pack(pair[0] * scale, pair[1] * scale)
+                                                         : ElementP::pack(pair[0], pair[1]));
+    }
+  }
+}
+
+// O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says.
+__device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], const float (&P)[kRowTiles][kScores],
+                                                u32 v, u32 scales) {
+  using Step = Steps<CodesOfV>;
+  constexpr int kGroups = max_of(kVScales, 1), kOfPanel = kVRowBytes / 16, kOfGroup = kValueDim / kGroups;
+  const u32 lane = threadIdx.x % 32;
+  ScalesOfKey<kOfV> of_key[kVScales > 0 ? kBlockKeys / 8 : 1];
+#pragma unroll
+  for (int eight = 0; kVScales > 0 && eight < kBlockKeys / 8; ++eight)
+    of_key[eight] = {scales, 8 * eight + int(thread_row())};
+#pragma unroll
+  for (int group = 0; group < kGroups; ++group) {
+    u32 weighed[kRowTiles][kScores / 2];
+    weigh(weighed, P, group, of_key);
+#pragma unroll
+    for (int column = group * kOfGroup; column < (group + 1) * kOfGroup; column += Step::kColumns)
+#pragma unroll
+      for (int keys = 0; keys < kBlockKeys; keys += 32) {
+        u32 x[4][Step::kNumbers];
+#pragma unroll
+        for (int i = 0; i < Step::kChunks; ++i) {
+          const int chunk = column / (8 * CodesOfV::kOfHalf) + i;
+          u32 words[4];
+          load_shared_matrices_transposed(v + chunk / kOfPanel * (kBlockKeys * kVRowBytes) +
+                                              chunk_place<kVRowBytes>(keys + lane, chunk % kOfPanel),
+                                          words);
+#pragma unroll
+          for (int eight = 0; eight < 4; ++eight) {
+            u32 numbers[CodesOfV::kOfHalf];
+            CodesOfV::numbers(words[eight], numbers);
+#pragma unroll
+            for (int j = 0; j < CodesOfV::kOfHalf; ++j) x[eight][i * CodesOfV::kOfHalf + j] = numbers[j];
+          }
+        }
+        if constexpr (kVZeroPoint) {
+#pragma unroll
+          for (int eight = 0; eight < 4; ++eight) {
+            const int key = keys + 8 * eight + int(thread_column());
+            subtract<Step::kNumbers>(x[eight], load_scale<kZeroOfV>(scales, key, group),
+                                     load_scale<kZeroOfV>(scales, key + 1, group));
+          }
+        }
+#pragma unroll
+        for (int pair = 0; pair < 4; pair += 2)
+#pragma unroll
+          for (int step = 0; step < Step::kNumbers; step += 2) {
+            const u32 a[4] = {x[pair][step], x[pair][step + 1], x[pair + 1][step], x[pair + 1][step + 1]};
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i)
+              multiply_16_8_16<ElementV::kType>(O[i] + (column / 8 + step) * 2, a, weighed[i][keys / 8 + pair],
+                                                weighed[i][keys / 8 + pair + 1]);
+          }
+      }
+  }
+}
+
+// ---- The end of a work tile ----
+
+// The column of V that a thread has as its `i`-th of O.
+__device__ __forceinline__ int output_column(int i) {
+  constexpr int kOfHalf = CodesOfV::kOfHalf;
+  const int eight = i / 2;
+  return eight / kOfHalf * 8 * kOfHalf + CodesOfV::column_of(int(thread_row()), eight % kOfHalf);
+}
+
+struct TransposedResult {
+  const SoftmaxRows& rows;
+  const float (&O)[kRowTiles][kOutputs];
+
+  static __device__ __forceinline__ int row(int i) { return i / 2 * 8 + int(thread_column()) + i % 2; }
+
+  __device__ __forceinline__ void put_stats(float2* stats, int first_row) const {
+    if (threadIdx.x % 32 >= 4) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i)
+      if (row(i) < kTileRows) stats[first_row + row(i)] = {rows.of[i / 2].shift[i % 2], rows.of[i / 2].sum[i % 2]};
+  }
+  __device__ __forceinline__ void put_columns(float* columns, int first_row, int first) const {
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      if (row(i) >= kTileRows) continue;
+      float* const to = columns + (first_row + row(i)) * kExchangeStride - first;
+#pragma unroll
+      for (int j = first / 4; j < first / 4 + kExchangeColumns / 4 && j < kOutputs; j += 2)
+        to[output_column(j)] = O[i / 2][j + i % 2];
+    }
+  }
+};
+
+// O in numbers of V, and sums of rows. A row without keys stays 0.
+__device__ __forceinline__ void finish(const DecodeParams& p, const WorkTile& tile, float (&O)[kRowTiles][kOutputs],
+                                       SoftmaxRows& rows) {
+  const float of_head = kCodesV && kVScales == 0 ? descale_of(p.v_scale, tile) : 1;
+#pragma unroll
+  for (int i = 0; i < 2 * kRowTiles; ++i) {
+    float& sum = rows.of[i / 2].sum[i % 2];
+    sum = sum_of_columns(sum);
+    if (kCodesV && kVScales == 0 && sum != 0) {
+#pragma unroll
+      for (int j = i % 2; j < kOutputs; j += 2) O[i / 2][j] *= of_head;
+    }
+  }
+}
+
+// ---- NaN and infinity at hidden keys ----
+
+// As hides_non_finite and add_non_finite (decode/scores.cuh), of codes and of what scales them.
+struct CodedValues {
+  u32 v, scales;
+
+  // The word of codes that a column of a key has.
+  static __device__ __forceinline__ u32 word_place(int key, int column) {
+    constexpr int kColumns = 8 * CodesOfV::kOfHalf, kOfPanel = kVRowBytes / 16;
+    const int chunk = column / kColumns;
+    return chunk / kOfPanel * (kBlockKeys * kVRowBytes) + chunk_place<kVRowBytes>(key, chunk % kOfPanel) +
+           CodesOfV::place(column % kColumns).word * 4;
+  }
+  // The `i`-th of the scales and zero points of V.
+  enum : int { kNumbers = kVScales * (1 + kVZeroPoint) };
+  __device__ __forceinline__ float scale(int i, int key) const {
+    return i < kVScales ? load_scale<kOfV>(scales, key, i) : load_scale<kZeroOfV>(scales, key, i - kVScales);
+  }
+  static __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < infinity(); }
+
+  __device__ __forceinline__ bool is_finite_key(int key, int lane) const {
+    bool finite = true;
+    for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(scale(i, key));
+    for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf)
+      finite = finite && CodesOfV::is_finite(load_shared(v + word_place(key, column)));
+    return finite;
+  }
+
+  // What a column of a key adds to O: 0, or what is not finite.
+  __device__ __forceinline__ float addend(int key, int column) const {
+    constexpr int kOfHalf = CodesOfV::kOfHalf;
+    u32 x[kOfHalf];
+    CodesOfV::numbers(load_shared(v + word_place(key, column)), x);
+    const CodesOfV::Place at = CodesOfV::place(column % (8 * kOfHalf));
+    u32 pair = 0;
+#pragma unroll
+    for (int j = 0; j < kOfHalf; ++j)
+      if (at.number == j) pair = x[j];
+    float number = at.half == 1 ? CodesOfV::Number::high(pair) : CodesOfV::Number::low(pair);
+    if (kVScales > 0) {
+      const int group = column / (kValueDim / max_of(kVScales, 1));
+      if (kVZeroPoint) number -= load_scale<kZeroOfV>(scales, key, group);
+      number *= load_scale<kOfV>(scales, key, group);
+    }
+    return is_finite(number) ? 0 : number;
+  }
+
+  __device__ __forceinline__ void clear(int key, int lane) const {
+    for (int i = lane; i < kNumbers; i += 32) {
+      if (is_finite(scale(i, key))) continue;
+      if (i < kVScales)
+        clear_scale<kOfV>(scales, key, i);
+      else
+        clear_scale<kZeroOfV>(scales, key, i - kVScales);
+    }
+    for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf) {
+      const u32 at = v + word_place(key, column);
+      store_shared(at, int(CodesOfV::finite(load_shared(at))));
+    }
+  }
+};
+
+template <class Sync>
+__device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kRowTiles][kOutputs],
+                                                      const TransposedRows& rows,
+                                                      const HiddenScores<Transposed> (&hidden)[kRowTiles], int key_tile,
+                                                      const CodedValues& values, const SavedWorkTiles& saved,
+                                                      Sync sync) {
+  const int first = key_tile * kBlockKeys;
+  const int keys = min(int(kBlockKeys), saved.keys() - first);
+  const int lane = threadIdx.x % 32, thread = threadIdx.x % kWarpGroupThreads;
+  sync();
+#pragma unroll 1
+  for (int key = 0; key < keys; ++key) {
+    if (first + key >= rows.seen_by_all.begin && first + key < rows.seen_by_all.end) continue;
+    if (__all_sync(0xffffffff, values.is_finite_key(key, lane))) continue;
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) {
+      const bool seen = sees(p, rows.of[i / 2], hidden[i / 2], i % 2, key_tile, key);
+#pragma unroll
+      for (int j = 0; j < kOutputs; j += 2)
+        if (seen) O[i / 2][j + i % 2] += values.addend(key, output_column(j));
+    }
+    sync();
+    if (thread < 32) values.clear(key, lane);
+    sync();
+  }
+}

@@ -1,0 +1,144 @@
+// The kernel of the warp path, and what its warps have on the way: Q of their work tiles, and a ring of K and V. The
+// file that includes this has compute().
+#pragma once
+#include "decode/append.cuh"
+#include "decode/loads.cuh"
+
+static_assert(!kWarpgroupPath && !Schedule::kCombineKernel);
+
+// Q of the work tiles that have keys, one after another. All threads copy it through registers: ahead of its place in
+// shared memory, or when that is free where registers are full, as elements need them, and all that scores may need
+// with the widest heads.
+class Queries {
+ public:
+  __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& first) {
+    if (kAhead) fetch(p, first);
+  }
+  __device__ __forceinline__ void begin_work_tile(const DecodeParams& p, const WorkTile& tile) {
+    if (!kAhead) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kBlockRows * kQueryChunks; i += kComputeThreads)
+        *reinterpret_cast<uint4*>(raw + query_place(i)) = query_chunk(p, tile, i).load();
+    }
+#pragma unroll
+    for (int i = 0; kAhead && i < kOfThread; ++i)
+      if (at(i) < kBlockRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
+    __syncthreads();
+    if constexpr (kCodesK) {
+      prepare_queries();
+      __syncthreads();
+    }
+  }
+  // The results of the work tile before are on their way.
+  __device__ __forceinline__ void prefetch(const DecodeParams& p, const WorkTile& next) {
+    if (kAhead) fetch(p, next);
+  }
+
+ private:
+  enum : int {
+    kOfThread = (kBlockRows * kQueryChunks + kComputeThreads - 1) / kComputeThreads,
+    kAhead = kQWhole && !(kHeadDim > 128 && (kCodesK || kCodesV)) &&
+             !(kHeadDim > 240 && ((kPage > 0 && kBlockKeys == 16) || (kScoreMode && kHasLeft))),
+  };
+
+  static __device__ __forceinline__ int at(int i) { return threadIdx.x + i * kComputeThreads; }
+
+  __device__ __forceinline__ void fetch(const DecodeParams& p, const WorkTile& tile) {
+#pragma unroll
+    for (int i = 0; i < kOfThread; ++i)
+      if (at(i) < kBlockRows * kQueryChunks) chunks_[i] = query_chunk(p, tile, at(i)).load();
+  }
+
+  uint4 chunks_[kOfThread];
+};
+
+// The ring of K and V of a warp group: the loads of kAhead tiles are on their way while one is computed.
+class KeyValueRing {
+ public:
+  __device__ __forceinline__ KeyValueRing(const LaneLoader<kWarpsPerGroup>& load, u32 buffers)
+      : load_(load), buffers_(buffers) {
+    // Where all wait for the first tile, the second one finds its instructions in the cache.
+#pragma unroll Schedule::kOneTile ? 1 : kAhead
+    for (int tile = 0; tile < kAhead; ++tile) start();
+  }
+
+  // K of the next tile, once it is there, and a load in the place that is free then. `sync` is a barrier of the warp
+  // group.
+  template <class Sync>
+  __device__ __forceinline__ u32 keys(Sync sync) {
+    async_copy_wait<kAhead - 1>();
+    if constexpr (kHalfScales) load_.take_lower_halves(upper_halves_ >> kHalfBits * (kAhead - 1), scales());
+    sync();
+    if constexpr (is_block(StoredK::kType) || is_block(StoredV::kType)) {
+      load_.separate_keys(buffers_ + kLayout.k + stage_ * kLayout.k_bytes, scales(), sync);
+      load_.separate_values(values(), scales(), sync);
+      sync();
+    }
+    start();
+    return buffers_ + kLayout.k + stage_ * kLayout.k_bytes;
+  }
+  // V of that tile.
+  __device__ __forceinline__ u32 values() const { return buffers_ + kLayout.v + stage_ * kLayout.v_bytes; }
+  // What scales that tile.
+  __device__ __forceinline__ u32 scales() const { return buffers_ + kLayout.scales + stage_ * kLayout.scale_bytes; }
+  __device__ __forceinline__ void advance() {
+    if (++stage_ == kStages) stage_ = 0;
+  }
+
+ private:
+  using Loader = LaneLoader<kWarpsPerGroup>;
+  enum : int {
+    kStages = kKStages,
+    kAhead = kStages - 1,
+    kHalfBits = Loader::kHalfBits,
+    kHalfScales = kKScaleType == kF16 || kVScaleType == kF16 || kKZeroPointType == kF16 || kVZeroPointType == kF16,
+  };
+  static_assert(kKStages == kVStages && kHalfBits * kAhead <= 32);
+
+  // The loads of the next tile, of which there may be none, are one group.
+  __device__ __forceinline__ void start() {
+    upper_halves_ <<= kHalfBits;
+    if (load_.more()) {
+      const u32 scales = buffers_ + kLayout.scales + free_ * kLayout.scale_bytes;
+      if constexpr (kScalesOfKey > 0) upper_halves_ |= load_.copy_scales(scales);
+      const u32 k = buffers_ + kLayout.k + free_ * kLayout.k_bytes;
+      const u32 v = buffers_ + kLayout.v + free_ * kLayout.v_bytes;
+      if (load_.whole()) {
+        load_.copy_keys<true>(k, scales);
+        load_.copy_values<true>(v, scales);
+      } else {
+        load_.copy_keys<false>(k, scales);
+        load_.copy_values<false>(v, scales);
+      }
+      load_.next();
+    }
+    async_copy_commit();
+    if (++free_ == kStages) free_ = 0;
+  }
+
+  Loader load_;
+  u32 buffers_;
+  int stage_ = 0, free_ = 0;
+  u32 upper_halves_ = 0;  // LaneLoader::copy_scales of the tiles on their way, the last one lowest
+};
+
+// Computes the work tiles of the CTA, of which there is one.
+__device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, Queries& queries,
+                                        KeyValueRing& ring);
+
+extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
+    fulgur_decode(const __grid_constant__ PlanParams p) {
+  WorkTiles work_tiles;
+  const bool more = work_tiles.first(p);
+  if (kAppends) append_rows(p, work_tiles, more);
+  if (!more) return;
+  const int warp = uniform(threadIdx.x / 32);
+  const int warp_group = warp / kWarpsPerGroup;
+  const u32 buffers =
+      u32(__cvta_generic_to_shared(raw)) + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);
+  const TileWalk tiles(p, work_tiles, true, warp_group);
+  const LaneLoader<kWarpsPerGroup> load(p, tiles, warp % kWarpsPerGroup);
+  Queries queries(p, work_tiles.tile);
+  KeyValueRing ring(load, buffers);
+  compute(p, work_tiles, queries, ring);
+}
