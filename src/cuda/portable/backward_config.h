@@ -17,6 +17,7 @@ struct BackwardKey : AnyBackwardKey {
   bool stores_matrices = false;  ///< P and dS are stored by matrices
   bool whole_heads = false;      ///< a CTA has all key blocks of a kv head (FlashAttention)
   bool splits_heads = false;     ///< several CTAs share the q heads of a key block
+  bool dk_first = false;         ///< with two roles: dK of a step comes before its dQ
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -29,6 +30,7 @@ struct BackwardKey : AnyBackwardKey {
     f("kStoresMatrices", stores_matrices);
     f("kWholeHeads", whole_heads);
     f("kSplits", splits_heads);
+    f("kDkFirst", dk_first);
   }
   bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 

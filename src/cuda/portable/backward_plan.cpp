@@ -25,7 +25,12 @@ constexpr BackwardTile kBackwardTiles[] = {
     {192, 256, 64, 64, 8, 2, true}, {192, 256, 32, 64, 8, 2, true}, {192, 256, 32, 32, 4, 2, true},
 };
 constexpr int kMaxStages = 3;
-constexpr int kFewKeyBlocks = 2;  // an SM: with four splits were 1 to 4% slower
+constexpr int kFewKeyBlocks = 2;   // an SM: with four splits were 1 to 4% slower
+constexpr int kOrderedBlocks = 8;  // an SM and section, where they add in order
+// Key blocks of a head of which enough run at the same time then.
+constexpr int kLongHead = 64;
+// An SM: with fewer the longest ones, which come last, leave more SMs idle at the end than is won.
+constexpr int kManyKeyBlocks = 12;
 
 /// Bits that no order of additions changes are wanted where calls are deterministic, and where they
 /// do not depend on the batch. Of whole heads one CTA adds, in order.
@@ -53,17 +58,23 @@ BackwardPlan plan_of(const Problem& p, const Card& card) {
 
 /// Heads of a section begin and end together, so that L2 holds their rows: as many as give each SM
 /// a key block. Where key blocks add in order, so many that few of a head run at the same time and
-/// wait for each other.
+/// wait for each other. With two roles, whose blocks add more for their products, fewer: under a
+/// full mask blocks wait once, and with a right bound, where the last blocks are short and wait
+/// longest, none waits if they descend (portable/backward/tile.cuh).
 kernels::BlockSchedule schedule(const Problem& p, const BackwardPlan& plan, int sms) {
   kernels::BlockSchedule blocks{};
   blocks.blocks = ceil_div(p.sk, plan.block_keys);
   blocks.batch_heads = static_cast<int>(p.batch * p.hk) * plan.splits;
-  constexpr int kOrderedBlocks = 8;  // of an SM
-  const int ctas = plan.dq_method == DqMethod::kOrdered ? kOrderedBlocks * sms : sms;
-  blocks.section_heads =
-      std::clamp(ceil_div(ctas, std::max(blocks.blocks, 1)), 1, std::max(blocks.batch_heads, 1));
+  const bool ordered = plan.dq_method == DqMethod::kOrdered, wide = plan.roles == 2;
+  const bool many = int64_t{blocks.blocks} * blocks.batch_heads >= int64_t{kManyKeyBlocks} * sms;
+  // The order of an invariant call may not depend on the batch.
+  const bool descends = ordered && wide && plan.has_right && !plan.maps_tiles && !p.invariant &&
+                        many && blocks.blocks < kLongHead;
+  blocks.order = descends ? kernels::kDescending : kernels::kAscending;
+  const int of_sm = !ordered || descends ? 1 : wide && !plan.has_right ? 2 : kOrderedBlocks;
+  blocks.section_heads = std::clamp(ceil_div(of_sm * sms, std::max(blocks.blocks, 1)), 1,
+                                    std::max(blocks.batch_heads, 1));
   blocks.sections = std::max(blocks.batch_heads / blocks.section_heads, 1);
-  blocks.order = kernels::kAscending;
   return blocks;
 }
 
@@ -117,6 +128,13 @@ double divide_heads(BackwardPlan& plan, const Problem& p, const Card& card) {
   return cycles;
 }
 
+/// Where more than a few key blocks of a head follow each other through its steps, it is faster
+/// that both roles add to dQ at the end of a step; with several q heads in between it is not.
+bool dk_comes_first(const BackwardPlan& plan) {
+  return plan.dq_method == DqMethod::kOrdered && plan.roles == 2 && plan.has_right &&
+         plan.split_heads == 1 && plan.key_blocks.blocks > kLongHead;
+}
+
 }  // namespace
 
 TileId BackwardPlan::tile() const {
@@ -160,6 +178,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
       continue;
     }
     t.cycles = divide_heads(t.plan, p, card);
+    t.plan.dk_first = dk_comes_first(t.plan);
     tiles.push_back(std::move(t));
   }
   return tiles;

@@ -7,7 +7,7 @@
 enum : int { kRoundThreads = 128 * kDqPanels };
 
 // A CTA takes 64 rows, a warpgroup of it one panel. Grid: (chunks of 64 rows of the longest sequence, batch * hq).
-extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours ? 2 : 1)
+extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours && kDqPanels <= 2 ? 2 : 1)
     fulgur_backward_round(const __grid_constant__ BackwardParams p) {
   wait_for_earlier_kernels();
   const int panel = threadIdx.x / 128;

@@ -25,9 +25,9 @@ class Spills : public OnFakeGpu {
     std::ofstream(folder / "sm90/forward/forward.cu", std::ios::app)
         << "extern \"C\" __global__ void __launch_bounds__(1024, 2) spilling(volatile float* x) {\n"
            "  if (kConsumers != 3) return;\n"
-           "  float y[64];\n"
-           "  for (int i = 0; i < 64; ++i) y[i] = x[i];\n"
-           "  for (int i = 0; i < 64; ++i) x[i] = y[i] + y[63 - i];\n"
+           "  float y[128];\n"
+           "  for (int i = 0; i < 128; ++i) y[i] = x[i];\n"
+           "  for (int i = 0; i < 128; ++i) x[i] = y[i] + y[127 - i];\n"
            "}\n";
     setenv("FULGUR_KERNEL_DIR", folder.c_str(), 1);
   }

@@ -77,11 +77,43 @@ TEST_F(BackwardSplits, WholeAndSplitKvHeads) {
   EXPECT_TRUE(seen.contains("sm90_backward_ordered split by rows"));
 }
 
+/// The gradients by each portable tile, planned for so many SMs, with the same bits twice where the
+/// call is deterministic. `look`: at each plan.
+void run_portable_tiles(Workload& w, int sms,
+                        const std::function<void(const portable::BackwardPlan&)>& look) {
+  cuda::Gpu& gpu = cuda::Gpu::at(0);
+  cuda::Card card = cuda::card_of(gpu);
+  card.sms = sms;
+  w.options.engine = "cuda";
+  const Expected expected = expect(w);
+  EngineMemory memory("cuda");
+  const BackwardArgs args = memory.at(w.backward);
+  const Problem problem = make_problem(args, memory.options(w.backward, w.options));
+  std::vector<std::string> rejected;
+  for (const auto& tile : portable::backward_candidates(problem, card, &rejected)) {
+    look(tile.plan);
+    const auto executable = portable::BackwardCandidate(problem, tile).executable(gpu, {});
+    const auto gradients = [&] {
+      w.seal();
+      w.run_forward();
+      memory.send();
+      executable->run(&args, w.run_options);
+      memory.bring_back();
+      EXPECT_TRUE(w.check_memory());
+      EXPECT_TRUE(backward_is_right(w, expected)) << tile.plan.tile().text();
+      return std::array{bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
+    };
+    const auto first = gradients();
+    if (!w.options.deterministic) continue;
+    EXPECT_EQ(gradients(), first) << tile.plan.tile().text();
+  }
+}
+
 // The portable kernels where CTAs share the q heads of a kv head: each tile, planned for so many
 // SMs that it pays. In a fixed order of additions the bits are the same in every run.
 TEST_F(BackwardSplits, PortableKernelsShareQHeads) {
   const Case shape{.dtype = DType::kBF16, .batch = 1, .sq = 500, .sk = 200, .hq = 4, .hk = 1};
-  std::vector<Case> cases(3, shape);
+  std::vector<Case> cases(4, shape);
   cases[0].mask = causal();
   cases[0].dropout = 0.1;
   cases[1].dtype = DType::kF16;
@@ -95,39 +127,58 @@ TEST_F(BackwardSplits, PortableKernelsShareQHeads) {
   cases[2].dv = 80;
   cases[2].seqused = cases[2].seqused_q = true;
   cases[2].dlse = true;
-  cuda::Gpu& gpu = cuda::Gpu::at(0);
-  cuda::Card card = cuda::card_of(gpu);
-  card.sms = 132;
+  cases[3].mask = causal();
+  cases[3].d = 192;
+  cases[3].dv = 256;
   for (const bool deterministic : {false, true}) {
     for (const Case& c : cases) {
       SCOPED_TRACE(c.name());
       Workload w(c, c.seed());
-      w.options.engine = "cuda";
       w.options.deterministic = deterministic;
-      const Expected expected = expect(w);
-      EngineMemory memory("cuda");
-      const BackwardArgs args = memory.at(w.backward);
-      const Problem problem = make_problem(args, memory.options(w.backward, w.options));
-      std::vector<std::string> rejected;
-      for (const auto& tile : portable::backward_candidates(problem, card, &rejected)) {
-        EXPECT_GT(tile.plan.splits, 1) << tile.plan.tile().text();
-        const auto executable = portable::BackwardCandidate(problem, tile).executable(gpu, {});
-        const auto gradients = [&] {
-          w.seal();
-          w.run_forward();
-          memory.send();
-          executable->run(&args, w.run_options);
-          memory.bring_back();
-          EXPECT_TRUE(w.check_memory());
-          EXPECT_TRUE(backward_is_right(w, expected)) << tile.plan.tile().text();
-          return std::array{bits(w.backward.dq), bits(w.backward.dk), bits(w.backward.dv)};
-        };
-        const auto first = gradients();
-        if (!deterministic) continue;
-        EXPECT_EQ(gradients(), first) << tile.plan.tile().text();
-      }
+      run_portable_tiles(w, 132, [](const portable::BackwardPlan& plan) {
+        EXPECT_GT(plan.splits, 1) << plan.tile().text();
+      });
     }
   }
+}
+
+// Above d 128, with a right bound and more key blocks than a few for each SM, the last block of a
+// head adds first, and each begins at its diagonal.
+TEST_F(BackwardSplits, PortableBlocksDescend) {
+  const Case shape{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 4, .hk = 2};
+  std::vector<Case> cases(3, shape);
+  cases[0].d = cases[0].dv = 256;
+  cases[0].mask = causal();
+  cases[1].dtype = DType::kF16;
+  cases[1].d = 130;
+  cases[1].dv = 192;
+  cases[1].layout = Layout::kPacked;
+  cases[1].mask = window(90, 20);
+  cases[2].d = cases[2].dv = 192;
+  cases[2].mask = causal();
+  cases[2].seqused = cases[2].seqused_q = true;
+  cases[2].dropout = 0.1;
+  for (const Case& c : cases) {
+    SCOPED_TRACE(c.name());
+    Workload w(c, c.seed());
+    w.options.deterministic = true;
+    run_portable_tiles(w, 1, [](const portable::BackwardPlan& plan) {
+      EXPECT_EQ(plan.key_blocks.order, kernels::kDescending) << plan.tile().text();
+    });
+  }
+}
+
+// Many key blocks of a head follow each other through its steps: dK comes before dQ.
+TEST_F(BackwardSplits, PortableBlocksOfLongHeads) {
+  Case c{.dtype = DType::kBF16, .batch = 1, .sq = 130, .sk = 4200, .hq = 1, .hk = 1};
+  c.d = 192;
+  c.dv = 256;
+  c.mask = causal();
+  Workload w(c, c.seed());
+  w.options.deterministic = true;
+  run_portable_tiles(w, 2, [](const portable::BackwardPlan& plan) {
+    EXPECT_TRUE(plan.dk_first) << plan.tile().text();
+  });
 }
 
 constexpr int kFew = 3;  // SMs that calls with cut blocks are planned for

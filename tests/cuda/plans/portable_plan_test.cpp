@@ -150,6 +150,29 @@ TEST(PortableBackwardPlan, OrdersAdditionsWhereBitsAreWanted) {
   EXPECT_EQ(method(false, true), DqMethod::kOrdered);
 }
 
+// Where the last blocks of a head are short, they come first, unless the long ones would then leave
+// SMs idle at the end. The order of an invariant call does not depend on the batch.
+TEST(PortableBackwardPlan, BlocksThatAddInOrderMayDescend) {
+  const auto order = [](const test::ForwardShape& shape, bool deterministic = true) {
+    const Problem p = backward_problem(shape, {.deterministic = deterministic});
+    std::vector<std::string> rejected;
+    return backward_candidates(p, card_called("h200"), &rejected).at(0).plan.key_blocks.order;
+  };
+  const test::ForwardShape many{
+      .batch = 16, .sq = 1024, .sk = 1024, .hq = 8, .hk = 8, .d = 256, .dv = 256, .mask = causal()};
+  test::ForwardShape narrow = many, unmasked = many, few = many, invariant = many, longer = many;
+  narrow.d = 128;
+  narrow.dv = 128;
+  unmasked.mask = full();
+  few.batch = 1;
+  invariant.invariant = true;
+  longer.sq = longer.sk = 4096;
+  EXPECT_EQ(order(many), kernels::kDescending);
+  EXPECT_EQ(order(many, /*deterministic=*/false), kernels::kAscending);
+  for (const test::ForwardShape& shape : {narrow, unmasked, few, invariant, longer})
+    EXPECT_EQ(order(shape), kernels::kAscending);
+}
+
 TEST(PortableBackwardPlan, TheTileOfAnInvariantCallDoesNotDependOnTheBatch) {
   std::set<std::string> tiles;
   for (const int64_t batch : {1, 3, 200}) {

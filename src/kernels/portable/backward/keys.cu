@@ -107,14 +107,12 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     }
     __syncthreads();
     if constexpr (kOrderedDq != 0) {
-      if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+      if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
       added = semaphore_of(p, keys, step);
     }
     if (kOneBarrier) loader.start();
     add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
-    const bool stores =
-        kOrderedDq && !kMapsTiles && key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile()).begin == keys.block;
-    add_dq(p, part, step.statistics(p, keys), stores, ds_of(weights), smem + kLayout.k);
+    add_dq(p, part, step.statistics(p, keys), adds_first(p, keys, step), ds_of(weights), smem + kLayout.k);
     add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
     if (kOneBarrier) {
       weights = weights == smem + kLayout.weights ? smem + kLayout.weights + kLayout.weights_bytes
@@ -127,7 +125,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
   }
   if constexpr (kOrderedDq != 0) {
     __syncthreads();
-    if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+    if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
   }
   if constexpr (kSplits != 0) {
     store_partial<kHeadDim>(p, keys, part, dK, p.partial_dk);

@@ -210,6 +210,18 @@ __device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys
   return p.dq_semaphore + step.statistics(p, keys) / kBlockRows;
 }
 
+// Its value after a block has added.
+__device__ __forceinline__ int turn_after(const BackwardParams& p, const Keys& keys) {
+  return keys.block + (blocks_descend(p) ? -1 : 1);
+}
+
+// Whether a block adds first to the rows of a step, and so stores. With a map prepare.cu has cleared them.
+__device__ __forceinline__ bool adds_first(const BackwardParams& p, const Keys& keys, const Steps& step) {
+  if (!kOrderedDq || kMapsTiles) return false;
+  const KeyTiles blocks = key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile());
+  return keys.block == (blocks_descend(p) ? blocks.end - 1 : blocks.begin);
+}
+
 // Its value when it is the turn of a step. A warp asks together.
 __device__ __forceinline__ int turn_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
   if constexpr (kMapsTiles)

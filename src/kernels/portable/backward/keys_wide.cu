@@ -153,7 +153,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     }
     named_barrier_sync(kAllMeet, kThreads);  // P is there, and nobody needs the step before
     if constexpr (kOrderedDq != 0) {
-      if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+      if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
       added = semaphore_of(p, keys, step);
     }
     if (kStages > 1) loader.start();
@@ -167,10 +167,9 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       named_barrier_arrive(kDsThere, kThreads);
       role_meets<role>();
     }
-    const bool stores =
-        kOrderedDq && !kMapsTiles && key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile()).begin == keys.block;
-    add_dq(p, part, step.statistics(p, keys), stores, ds_of(weights), smem + kLayout.k);
-    if constexpr (kDs) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    if constexpr (kDs && kDkFirst) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    add_dq(p, part, step.statistics(p, keys), adds_first(p, keys, step), ds_of(weights), smem + kLayout.k);
+    if constexpr (kDs && !kDkFirst) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
     if (kDsStages == 2) {
       weights = weights == smem + kLayout.weights ? smem + kLayout.weights + kLayout.weights_bytes
                                                   : smem + kLayout.weights;
@@ -182,7 +181,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
   }
   if constexpr (kOrderedDq != 0) {
     named_barrier_sync(kAllMeet, kThreads);
-    if (threadIdx.x == kReleases && added != nullptr) store_release(added, keys.block + 1);
+    if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
   }
   if constexpr (kDs && kSplits) store_partial<kHeadDim>(p, keys, part, dK, p.partial_dk);
   if constexpr (kP && kSplits) store_partial<kValueDim>(p, keys, part, dV, p.partial_dv);

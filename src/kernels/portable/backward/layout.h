@@ -18,6 +18,7 @@
 //   kEarlyStarts, kRoundsDq    0
 //   kWholeHeads     1: a CTA has all key blocks of a kv head, one after another
 //   kSplits         1: several CTAs share the q heads of a key block, and reduce.cu adds their dK and dV
+//   kDkFirst        1: with two roles dK of a step comes before its dQ
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked,
 //   kSeqUsedQ, kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h

@@ -26,7 +26,14 @@ enum : int {
   kRowPanelBytes = kBlockRows * kPanelRowBytes,
   // K and V of a warp stay in registers.
   kKeepsKeys = kRoles == 1 && kStages == 3 && kHeadDim <= 64 && kValueDim <= 64,
+  // CTAs may take the key blocks of a head from the last one on.
+  kMayDescend = kRoles == 2 && kOrderedDq && kHasRight && !kMapsTiles,
 };
+
+// Whether CTAs take the key blocks of a head from the last one on.
+__device__ __forceinline__ bool blocks_descend(const BackwardParams& p) {
+  return kMayDescend && p.key_blocks.order == kDescending;
+}
 
 // The part of a warp: keys [key, key + kWarpKeys) of the block, half of the rows and half of the columns of dK and dV.
 struct Part {
@@ -49,21 +56,23 @@ struct Keys {
 
 // The steps of a key block: for each row tile that sees some of its keys, all q heads of the split. With a right bound
 // row tiles are taken from the last one on, as all key blocks of a head see that one: so CTAs that run at the same time
-// touch the same rows, and, with kOrderedDq, each follows the one before it.
+// touch the same rows, and, with kOrderedDq, each follows the one before it. Where key blocks descend, each begins at
+// its diagonal: when it comes to the next row tile, the block before it, which began there, has added to that.
 class AllSteps {
  public:
   __device__ __forceinline__ AllSteps(const BackwardParams& p, const Keys& keys)
       : tiles_(row_tiles(band_of(p), keys.n, kBlockRows, keys.first(), kBlockKeys)), head_(keys.head * p.group),
-        group_(kSplits ? p.split_heads : p.group), left_((tiles_.end - tiles_.begin) * group_), g_(0) {
+        group_(kSplits ? p.split_heads : p.group), left_((tiles_.end - tiles_.begin) * group_), g_(0),
+        down_(kHasRight && !blocks_descend(p)) {
     if (kSplits) head_ += keys.split * group_;
-    tile_ = kHasRight ? tiles_.end - 1 : tiles_.begin;
+    tile_ = down_ ? tiles_.end - 1 : tiles_.begin;
   }
   __device__ __forceinline__ bool more() const { return left_ > 0; }
   __device__ __forceinline__ void advance() {
     --left_;
     if (++g_ < group_) return;
     g_ = 0;
-    tile_ += kHasRight ? -1 : 1;
+    tile_ += down_ ? -1 : 1;
   }
   __device__ __forceinline__ int tile() const { return tile_; }
   __device__ __forceinline__ int head() const { return head_ + g_; }  // of q
@@ -77,6 +86,7 @@ class AllSteps {
  private:
   RowTiles tiles_;
   int head_, group_, left_, g_, tile_;
+  bool down_;
 };
 
 // Those that the map shows.
