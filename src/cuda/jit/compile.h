@@ -22,8 +22,8 @@ struct KernelUse {
   int shared_bytes = 0;
 };
 
-/// Spills of a thread that cost less than another tile would: with 68 bytes a backward pass of d 256
-/// was 1.3 to 1.8 times as fast as the next tile without.
+/// Spills of a thread that cost less than another tile would: with 68 bytes a backward pass of d
+/// 256 was 1.3 to 1.8 times as fast as the next tile without.
 inline constexpr int kFewSpilledBytes = 144;
 
 /// What the compiler said that makes a kernel slower than its text looks: more than a few registers

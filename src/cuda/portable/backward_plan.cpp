@@ -128,11 +128,12 @@ double divide_heads(BackwardPlan& plan, const Problem& p, const Card& card) {
   return cycles;
 }
 
-/// Where more than a few key blocks of a head follow each other through its steps, it is faster
-/// that both roles add to dQ at the end of a step; with several q heads in between it is not.
+/// Above d 192, where more than a few key blocks of a head follow each other through its steps, it
+/// is faster that both roles add to dQ at the end of a step; with several q heads in between not.
 bool dk_comes_first(const BackwardPlan& plan) {
   return plan.dq_method == DqMethod::kOrdered && plan.roles == 2 && plan.has_right &&
-         plan.split_heads == 1 && plan.key_blocks.blocks > kLongHead;
+         std::max(plan.head_dim, plan.value_dim) > 192 && plan.split_heads == 1 &&
+         plan.key_blocks.blocks > kLongHead;
 }
 
 }  // namespace

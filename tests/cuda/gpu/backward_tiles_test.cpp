@@ -145,11 +145,12 @@ TEST_F(BackwardSplits, PortableKernelsShareQHeads) {
 // Above d 128, with a right bound and more key blocks than a few for each SM, the last block of a
 // head adds first, and each begins at its diagonal.
 TEST_F(BackwardSplits, PortableBlocksDescend) {
-  const Case shape{.dtype = DType::kBF16, .batch = 2, .sq = 200, .sk = 270, .hq = 4, .hk = 2};
+  const Case shape{.dtype = DType::kBF16, .batch = 2, .sq = 130, .sk = 150, .hq = 2, .hk = 2};
   std::vector<Case> cases(3, shape);
   cases[0].d = cases[0].dv = 256;
   cases[0].mask = causal();
   cases[1].dtype = DType::kF16;
+  cases[1].hq = 4;
   cases[1].d = 130;
   cases[1].dv = 192;
   cases[1].layout = Layout::kPacked;
@@ -170,10 +171,14 @@ TEST_F(BackwardSplits, PortableBlocksDescend) {
 
 // Many key blocks of a head follow each other through its steps: dK comes before dQ.
 TEST_F(BackwardSplits, PortableBlocksOfLongHeads) {
-  Case c{.dtype = DType::kBF16, .batch = 1, .sq = 130, .sk = 4200, .hq = 1, .hk = 1};
-  c.d = 192;
-  c.dv = 256;
-  c.mask = causal();
+  const Case c{.dtype = DType::kBF16,
+               .sq = 10,
+               .sk = 4200,
+               .hq = 1,
+               .hk = 1,
+               .d = 200,
+               .dv = 200,
+               .mask = causal()};
   Workload w(c, c.seed());
   w.options.deterministic = true;
   run_portable_tiles(w, 2, [](const portable::BackwardPlan& plan) {
