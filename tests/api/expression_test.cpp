@@ -324,6 +324,33 @@ TEST_P(Expressions, AMapOfTilesChangesNoBits) {
   compare_with_all_looked_at(test_seed() % 5, test_seed());
 }
 
+// Maps whose blocks have more tiles than a warp looks at together, of which few are seen.
+TEST_P(Expressions, MapsOfManyTiles) {
+  struct Form {
+    int64_t sq, sk;
+    const char* mask;
+    bool (*shows)(int64_t q, int64_t k);
+  };
+  const Form forms[] = {
+      {130, 140000, "k // 50000 == q // 50 && k % 50000 > 49900",
+       [](int64_t q, int64_t k) { return k / 50000 == q / 50 && k % 50000 > 49900; }},
+      {140000, 25, "q // 50000 == k // 10 && q % 50000 > 49900",
+       [](int64_t q, int64_t k) { return q / 50000 == k / 10 && q % 50000 > 49900; }}};
+  for (const Form& form : forms) {
+    const Case c{.dtype = dtype(), .sq = form.sq, .sk = form.sk, .d = 8, .dv = 8};
+    SCOPED_TRACE(c.name());
+    Workload w(c, 3);
+    w.options.engine = engine();
+    w.options.deterministic = true;
+    w.options.mask_mod = parse_expression(form.mask);
+    w.mask_value = [&](const ScorePlace& p) { return form.shows(p.q, p.k); };
+    if (!runs(w)) return;
+    const Expected expected = expect(w);
+    EXPECT_TRUE(forward_is_right(w, expected));
+    EXPECT_TRUE(backward_is_right(w, expected));
+  }
+}
+
 template <class T>
 Tensor view(T* data, std::initializer_list<int64_t> shape) {
   return Tensor::contiguous(data, kDTypeOf<T>, shape);

@@ -85,7 +85,7 @@ HullCounts hulls_of(const Problem& p, const kernels::MapShape& shape) {
 kernels::SeenWords map_of(const kernels::MapShape& shape, bool by_keys) {
   kernels::SeenWords map{};
   map.heads_of_map = shape.heads_of_map;
-  map.block = kernels::map_words(by_keys ? shape.row_blocks : shape.key_tiles);
+  map.block = kernels::block_words(by_keys ? shape.row_blocks : shape.key_tiles);
   const int64_t words = int64_t{map.block} * (by_keys ? shape.key_tiles : shape.row_blocks);
   map.head = shape.heads > 1 ? words : 0;
   map.batch = shape.batches > 1 ? words * shape.heads : 0;
@@ -94,8 +94,8 @@ kernels::SeenWords map_of(const kernels::MapShape& shape, bool by_keys) {
 
 int64_t words_of(const kernels::MapShape& shape, bool by_keys) {
   const int64_t maps = int64_t{shape.batches} * shape.heads;
-  return by_keys ? maps * shape.key_tiles * kernels::map_words(shape.row_blocks)
-                 : maps * shape.row_blocks * kernels::map_words(shape.key_tiles);
+  return by_keys ? maps * shape.key_tiles * kernels::block_words(shape.row_blocks)
+                 : maps * shape.row_blocks * kernels::block_words(shape.key_tiles);
 }
 
 /// Of the map the other way round, where kernels want it.
@@ -132,6 +132,7 @@ int64_t TileMap::bytes(const Problem& p, const KernelKey& key, const MapTiles& t
 TileMap::TileMap(const Problem& p, const AnyForwardKey& key, const MapTiles& tiles, Gpu& gpu) {
   if (!key.maps_tiles) return;
   shape_ = shape_of(p, tiles);
+  by_keys_ = tiles.by_keys;
   words_ = words_of(shape_, tiles.by_keys);
   words_of_rows_ = words_of_rows(shape_, tiles);
   if (tiles.early_starts) map_starts_ = Start::kEarly;
@@ -157,19 +158,18 @@ void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
   params.words_of_rows = params.words + words_;
   const int64_t maps = int64_t{shape_.batches} * shape_.heads;
   const int64_t blocks = maps * shape_.row_blocks + int64_t{shape_.batches} * shape_.key_tiles;
-  const auto grid = [](int64_t warps) { return Grid{ceil_div(warps, kWarps)}; };
   if (hulls_ > 0) {
-    cuda::launch(stream, hulls_kernel_, &params, grid(blocks), kThreads, 0,
+    cuda::launch(stream, hulls_kernel_, &params, Grid{ceil_div(blocks, kWarps)}, kThreads, 0,
                  "launching the kernel of the intervals of mask_mod");
   }
-  cuda::launch(stream, map_kernel_, &params, grid(words_), kThreads, 0,
+  const int64_t mapped = maps * (by_keys_ ? shape_.key_tiles : shape_.row_blocks);
+  cuda::launch(stream, map_kernel_, &params, Grid{static_cast<int>(mapped)}, kThreads, 0,
                "launching the kernel of the map of tiles", map_starts_);
   tell.map = map_;
   tell.map.words = params.words;
   if (rows_kernel_ == nullptr) return;
-  const int64_t squares =
-      maps * kernels::map_words(shape_.row_blocks) * kernels::map_words(shape_.key_tiles);
-  cuda::launch(stream, rows_kernel_, &params, grid(squares), kThreads, 0,
+  const int64_t turned = maps * kernels::map_words(shape_.row_blocks);
+  cuda::launch(stream, rows_kernel_, &params, Grid{static_cast<int>(turned)}, kThreads, 0,
                "launching the kernel of the map of rows", map_starts_);
   tell.map_of_rows = map_of_rows_;
   tell.map_of_rows.words = params.words_of_rows;

@@ -45,6 +45,7 @@ class TileMap {
   CUfunction hulls_kernel_ = nullptr, map_kernel_ = nullptr, rows_kernel_ = nullptr;
   Start map_starts_ = Start::kAfterAll;
   kernels::MapShape shape_{};
+  bool by_keys_ = false;
   kernels::SeenWords map_{}, map_of_rows_{};  ///< without addresses
   int64_t row_hulls_ = 0, hulls_ = 0, words_ = 0, words_of_rows_ = 0;
 };

@@ -4,7 +4,8 @@
 
 // The words of a block of a q head of a sequence.
 __device__ __forceinline__ const u64* words_of_block(const SeenWords& map, int batch, int head, int block) {
-  return map.words + batch * map.batch + head / map.heads_of_map * map.head + (long long)(block) * map.block;
+  return map.words + batch * map.batch + head / map.heads_of_map * map.head + (long long)(block) * map.block +
+         map.has_spans();
 }
 
 // The tiles [begin, end) of a block that are seen, one after the other, `down` from the last one or up from the first:
@@ -63,6 +64,18 @@ class SeenTiles {
   u32 seen_ = 0, partial_ = 0;  // of word_: tiles that are left, and those that are partial
 };
 
+// The walk over the tiles [begin, end) of a block of a q head of a sequence.
+__device__ __forceinline__ SeenTiles<> walk_of_block(const SeenWords& map, int batch, int head, int block, int begin,
+                                                     int end, bool down) {
+  const u64* const words = words_of_block(map, batch, head, block);
+  if (map.has_spans()) {
+    const u64 span = words[-1];
+    begin = max(begin, int(u32(span)));
+    end = min(end, int(span >> 32));
+  }
+  return {words, begin, end, down};
+}
+
 // The steps of a key block that the map shows: of each of its q heads the row tiles.
 template <class Params>
 class SeenSteps {
@@ -73,7 +86,7 @@ class SeenSteps {
   __device__ __forceinline__ SeenSteps(const Params& p, int batch, int head, int heads, int block, int begin, int end,
                                        bool down)
       : p_(p), batch_(batch), head_(head), heads_(heads), block_(block), begin_(begin), end_(end), down_(down),
-        tiles_(words_of_block(p.expression.map, batch, head, block), begin, end, down) {
+        tiles_(walk_of_block(p.expression.map, batch, head, block, begin, end, down)) {
     skip_heads();
   }
   __device__ __forceinline__ bool more() const { return tiles_.more(); }
@@ -88,7 +101,7 @@ class SeenSteps {
  private:
   __device__ __forceinline__ void skip_heads() {
     while (!tiles_.more() && ++g < heads_)
-      tiles_ = SeenTiles<>(words_of_block(p_.expression.map, batch_, head_ + g, block_), begin_, end_, down_);
+      tiles_ = walk_of_block(p_.expression.map, batch_, head_ + g, block_, begin_, end_, down_);
   }
 
   const Params& p_;
@@ -102,6 +115,7 @@ class SeenSteps {
 template <class Params>
 __device__ __forceinline__ int seen_block_before(const Params& p, int batch, int head, int tile, int block, int blocks,
                                                  bool ascending) {
-  const u64* const words = words_of_block(p.expression.map_of_rows, batch, head, tile);
-  return 1 + SeenTiles<>(words, ascending ? 0 : block + 1, ascending ? block : blocks, ascending).tile;
+  return 1 + walk_of_block(p.expression.map_of_rows, batch, head, tile, ascending ? 0 : block + 1,
+                           ascending ? block : blocks, ascending)
+                 .tile;
 }

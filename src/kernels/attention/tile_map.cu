@@ -99,45 +99,85 @@ __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map,
   return {mask.high != 0, mask.high != 0 && (mask.low != 1 || band_hides)};
 }
 
-// A warp takes a word, a lane a tile.
+// The span of a block's words; kNoSpan: of none.
+struct Span {
+  int begin, end;
+  __device__ __forceinline__ void add(u32 seen, int word) {
+    if (seen == 0) return;
+    begin = min(begin, 32 * word + __ffs(int(seen)) - 1);
+    end = max(end, 32 * word + 32 - __clz(int(seen)));
+  }
+  __device__ __forceinline__ void add(const Span& other) {
+    begin = min(begin, other.begin);
+    end = max(end, other.end);
+  }
+  __device__ __forceinline__ u64 word() const { return u64(u32(end)) << 32 | u32(begin); }
+};
+constexpr Span kNoSpan = {0x7fffffff, 0};
+
+// A CTA takes a block, a warp a word, a lane a tile.
 extern "C" __global__ void __launch_bounds__(128) fulgur_tile_map(const __grid_constant__ TileMapParams p) {
   wait_for_earlier_kernels();
   const MapShape& of = p.shape;
   const int blocks = kMapByKeys ? of.key_tiles : of.row_blocks;
-  const int words = map_words(kMapByKeys ? of.row_blocks : of.key_tiles);
-  const long long warp = (long long)(blockIdx.x) * 4 + threadIdx.x / 32;
-  const long long block_of_map = warp / words;
-  const int map = int(block_of_map / blocks);
-  if (map >= of.batches * of.heads) return;
-  const int block = int(block_of_map - (long long)(map) * blocks);
-  const int tile = int(warp - block_of_map * words) * 32 + int(threadIdx.x % 32);
-  const TileState is = tile_state(p, map, kMapByKeys ? tile : block, kMapByKeys ? block : tile);
-  const u64 seen = __ballot_sync(0xffffffff, is.seen);
-  const u64 partial = __ballot_sync(0xffffffff, is.partial);
-  if (threadIdx.x % 32 == 0) p.words[warp] = partial << 32 | seen;
+  const int tiles = kMapByKeys ? of.row_blocks : of.key_tiles;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int map = int(blockIdx.x) / blocks, block = int(blockIdx.x) % blocks;
+  const bool has_span = block_words(tiles) > map_words(tiles);
+  u64* const words = p.words + (long long)(blockIdx.x) * block_words(tiles) + has_span;
+  Span span = kNoSpan;
+#pragma unroll 1
+  for (int at = warp; at < map_words(tiles); at += 4) {
+    const int tile = 32 * at + lane;
+    const TileState is = tile_state(p, map, kMapByKeys ? tile : block, kMapByKeys ? block : tile);
+    const u32 seen = __ballot_sync(0xffffffff, is.seen);
+    const u64 partial = __ballot_sync(0xffffffff, is.partial);
+    if (lane == 0) words[at] = partial << 32 | seen;
+    span.add(seen, at);
+  }
+  if (!has_span) return;
+  __shared__ Span spans[4];
+  if (lane == 0) spans[warp] = span;
+  __syncthreads();
+  if (threadIdx.x > 0) return;
+  for (const Span& other : spans) span.add(other);
+  words[-1] = span.word();
 }
 
-// The words of blocks of rows from those of tiles of keys, kMapByKeys. A warp takes a word of 32 tiles of keys, for 32
-// blocks of rows; a lane has a tile, then a block.
+// The words of blocks of rows from those of tiles of keys, kMapByKeys. A CTA takes 32 blocks of rows, a warp a word of
+// 32 tiles of keys of these; a lane has a tile, then a block.
 extern "C" __global__ void __launch_bounds__(128) fulgur_map_of_rows(const __grid_constant__ TileMapParams p) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
   const MapShape& of = p.shape;
   const int row_words = map_words(of.row_blocks), key_words = map_words(of.key_tiles);
-  const int lane = threadIdx.x % 32;
-  const int warp = int(blockIdx.x * 4 + threadIdx.x / 32);
-  const int map = warp / (row_words * key_words);
-  if (map >= of.batches * of.heads) return;
-  const int rows = warp / key_words % row_words, keys = warp % key_words;
-  const int tile = 32 * keys + lane;
-  const u64 mine = tile < of.key_tiles ? p.words[((long long)(map) * of.key_tiles + tile) * row_words + rows] : 0;
-  u64 word = 0;
-#pragma unroll
-  for (int row = 0; row < 32; ++row) {
-    const u64 seen = __ballot_sync(0xffffffff, mine >> row & 1);
-    const u64 partial = __ballot_sync(0xffffffff, mine >> (32 + row) & 1);
-    if (lane == row) word = partial << 32 | seen;
-  }
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int map = int(blockIdx.x) / row_words, rows = int(blockIdx.x) % row_words;
+  const bool has_span = block_words(of.key_tiles) > key_words;
+  const u64* const from = p.words + (long long)(map) * of.key_tiles * block_words(of.row_blocks) +
+                          (block_words(of.row_blocks) - row_words) + rows;
   const int block = 32 * rows + lane;
-  if (block < of.row_blocks) p.words_of_rows[((long long)(map) * of.row_blocks + block) * key_words + keys] = word;
+  u64* const to = p.words_of_rows + ((long long)(map) * of.row_blocks + block) * block_words(of.key_tiles) + has_span;
+  Span span = kNoSpan;
+#pragma unroll 1
+  for (int keys = warp; keys < key_words; keys += 4) {
+    const int tile = 32 * keys + lane;
+    const u64 mine = tile < of.key_tiles ? from[(long long)(tile) * block_words(of.row_blocks)] : 0;
+    u64 word = 0;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) {
+      const u64 seen = __ballot_sync(0xffffffff, mine >> row & 1);
+      const u64 partial = __ballot_sync(0xffffffff, mine >> (32 + row) & 1);
+      if (lane == row) word = partial << 32 | seen;
+    }
+    if (block < of.row_blocks) to[keys] = word;
+    span.add(u32(word), keys);
+  }
+  if (!has_span) return;
+  __shared__ Span spans[4][32];
+  spans[warp][lane] = span;
+  __syncthreads();
+  if (warp > 0 || block >= of.row_blocks) return;
+  for (int i = 1; i < 4; ++i) span.add(spans[i][lane]);
+  to[-1] = span.word();
 }

@@ -26,12 +26,16 @@ struct ExpressionTensor {
 };
 
 // A map of tiles (host_device/tile_map.h): of 32 tiles a word, in the low half a bit for each that is seen, in the high
-// half one for each partial one.
+// half one for each partial one. A block of more words than a warp reads at once has a word before them, its span: no
+// tile is seen before the one in the low half, nor from the one in the high half on.
+enum : int { kWordsAtOnce = 32 };
 struct SeenWords {
-  const u64* words;       // [batches][heads][blocks][tiles / 32]
+  const u64* words;       // [batches][heads][blocks][span, tiles / 32]
   long long batch, head;  // words from a sequence and a q head to the next; 0 where all have the same
   int heads_of_map;       // q heads that share one
-  int block;              // words of a block
+  int block;              // words of a block, with its span
+
+  FULGUR_SHARED bool has_spans() const { return block > kWordsAtOnce; }
 };
 
 struct ExpressionArguments {

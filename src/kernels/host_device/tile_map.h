@@ -29,12 +29,15 @@ struct MapShape {
 
 FULGUR_SHARED int map_words(int tiles) { return (tiles + 31) / 32; }
 
+// With the span of a block that has one.
+FULGUR_SHARED int block_words(int tiles) { return map_words(tiles) + (map_words(tiles) > kWordsAtOnce); }
+
 }  // namespace fulgur::kernels
 
 struct TileMapParams : AttentionParams {
   fulgur::kernels::MapShape shape;
   fulgur::kernels::PanelHull* row_hulls;  // [batches][heads][row blocks][kRowPanels]
   fulgur::kernels::PanelHull* key_hulls;  // [batches][key tiles][kKeyPanels]
-  fulgur::kernels::u64* words;            // those of the map
+  fulgur::kernels::u64* words;            // those of the map, from the first span on
   fulgur::kernels::u64* words_of_rows;    // of fulgur_map_of_rows
 };

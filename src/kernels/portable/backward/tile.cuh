@@ -93,6 +93,9 @@ class AllSteps {
 template <class Params>
 class StepsOfMap : public SeenSteps<Params> {
   using Seen = SeenSteps<Params>;
+  // With kOrderedDq key blocks add to dQ in ascending order: where two documents share a row tile, those of the earlier
+  // one begin with it, and those of the later one end with it.
+  static constexpr bool kDown = kHasRight || kOrderedDq;
 
  public:
   __device__ __forceinline__ StepsOfMap(const Params& p, const Keys& keys)
@@ -108,7 +111,7 @@ class StepsOfMap : public SeenSteps<Params> {
     return keys.head * p.group + (kSplits ? keys.split * heads(p) : 0);
   }
   __device__ __forceinline__ StepsOfMap(const Params& p, const Keys& keys, const RowTiles& tiles)
-      : Seen(p, keys.batch, first_head(p, keys), heads(p), keys.block, tiles.begin, tiles.end, kHasRight),
+      : Seen(p, keys.batch, first_head(p, keys), heads(p), keys.block, tiles.begin, tiles.end, kDown),
         first_(first_head(p, keys)) {}
   int first_;
 };

@@ -35,8 +35,8 @@ template <>
 struct TileWalk<true> : SeenTiles<> {
   template <class Params>
   __device__ __forceinline__ TileWalk(const Params& p, const QTile& of, const KeyTiles& tiles)
-      : SeenTiles<>(words_of_block(p.expression.map, of.batch, of.head, of.block), tiles.begin, tiles.end,
-                    /*down=*/true) {}
+      : SeenTiles<>(walk_of_block(p.expression.map, of.batch, of.head, of.block, tiles.begin, tiles.end,
+                                  /*down=*/true)) {}
   __device__ __forceinline__ bool is_masked(const KeyTiles&) const { return is_partial(); }
 };
 

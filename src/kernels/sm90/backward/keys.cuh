@@ -48,8 +48,12 @@ __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const Key
 // that fewer CTAs add to the same rows of dq_accum at a time. Waves would need an order of their own. With
 // kOrderedDq the blocks of a descending section begin at their diagonals, each where the block with the next higher
 // keys has just been; those of an ascending section begin at the last row, one after another.
+// With a map, too, blocks in ascending order begin at the last row, so that where two documents share a row tile those
+// of the earlier one are there first: their steps there come before its other steps, and after those of the later one.
 __device__ __forceinline__ bool is_descending(const BackwardParams& p, const KeyBlock& block, int work_tile) {
-  if (!kAccumulatesDq || !kHasRight) return false;
+  if (!kAccumulatesDq) return false;
+  if (kMapsTiles && kOrderedDq && !kHasLeft) return block.state & kNextIsHigher;
+  if (!kHasRight) return false;
   if (kRoundsDq) return true;
   if (kHasLeft) return true;
   if (kOrderedDq || p.key_blocks.order == kAlternating) return block.state & kNextIsHigher;

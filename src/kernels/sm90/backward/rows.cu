@@ -49,10 +49,23 @@ struct TileSource {
 struct WordsOfRows {
   const u64* first;
   int block_words, count;  // words of a row tile, row tiles
+  bool has_spans;
   __device__ __forceinline__ u64 operator[](int at) const {
     u64 word = 0;
     for (int i = 0; i < count; ++i) word |= first[i * block_words + at];
     return word;
+  }
+  // The steps among these that the spans of these rows have.
+  __device__ __forceinline__ KeyTiles spanned(const KeyTiles& steps) const {
+    if (!has_spans) return steps;
+    int begin = steps.end, end = steps.begin;
+    for (int i = 0; i < count; ++i) {
+      const u64 span = first[i * block_words - 1];
+      if (span >> 32 == 0) continue;  // it sees none
+      begin = min(begin, int(u32(span)) * kStepsOfTile);
+      end = max(end, int(span >> 32) * kStepsOfTile);
+    }
+    return {max(begin, steps.begin), min(end, steps.end)};
   }
   // A bit for each row tile that sees a tile of keys.
   __device__ __forceinline__ u32 rows_of(int tile) const {
@@ -67,7 +80,7 @@ __device__ __forceinline__ WordsOfRows words_of_rows(const Params& p, const RowB
   const SeenWords& map = p.expression.map_of_rows;
   const int tile = block.row / kBlockRows;
   return {words_of_block(map, block.batch, block.head, tile), map.block,
-          min(int(kTilesOfBlock), count_of(n.sq, kBlockRows) - tile)};
+          min(int(kTilesOfBlock), count_of(n.sq, kBlockRows) - tile), map.has_spans()};
 }
 
 // The steps among `steps` that the map shows. A warp counts together.
@@ -95,10 +108,15 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     RowBlock block = row_block_of(p, number);
     const Lengths n = block.row < 0 ? Lengths{} : lengths_of(p, block.batch);
     if (block.row < 0 || block.row < n.sq) {
-      const KeyTiles steps = block.row < 0 ? KeyTiles{} : key_steps(p, n, block.row);
+      KeyTiles steps = block.row < 0 ? KeyTiles{} : key_steps(p, n, block.row);
       block.steps = max(steps.end - steps.begin, 0);
-      if constexpr (kMapsTiles != 0)
-        if (block.row >= 0) block.steps = seen_steps(words_of_rows(p, block, n), steps);
+      if constexpr (kMapsTiles != 0) {
+        if (block.row >= 0) {
+          const WordsOfRows words = words_of_rows(p, block, n);
+          steps = words.spanned(steps);
+          block.steps = seen_steps(words, steps);
+        }
+      }
       view.wait_empty();
       if (elect_one()) {
         store_shared_struct(view.address(), block);

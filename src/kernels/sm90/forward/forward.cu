@@ -17,8 +17,8 @@
 template <class Params, class LoadQ, class StripRow>
 __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, const QTile& q_tile, const Lengths& n,
                                                 const KeyTiles& keys, const LoadQ& load_q, const StripRow& strip_row) {
-  SeenTiles<> seen(words_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block), keys.begin, keys.end,
-                 /*down=*/true);
+  SeenTiles<> seen = walk_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block, keys.begin, keys.end,
+                                   /*down=*/true);
   const bool any = seen.more();
   if (kQStages > 1 || !any) load_q(any);
   const Keys source = keys_of(p, q_tile, n);
