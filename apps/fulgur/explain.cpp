@@ -53,13 +53,15 @@ Plan plan_of(const ExplainRequest& r) {
   const Tensor q = tensor(s.sq, s.hq, s.d), out = tensor(s.sq, s.hq, s.dv);
   const Tensor k = tensor(s.sk, s.hk, s.d), v = tensor(s.sk, s.hk, s.dv);
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {s.batch, s.hq, s.sq}, device);
+  std::vector<TensorBinding> tensors = r.expressions.bindings();
+  for (TensorBinding& t : tensors) t.tensor.device = device;
   if (r.backward) {
     BackwardArgs args{out, q, k, v, out, lse, q, k, v};
-    args.tensors = r.expressions.bindings();
+    args.tensors = tensors;
     return plan_of(r, args);
   }
   ForwardArgs args{q, k, v, out, lse};
-  args.tensors = r.expressions.bindings();
+  args.tensors = tensors;
   if (r.page == 0) return plan_of(r, args);
   if (s.sk > std::numeric_limits<int32_t>::max()) {
     io::fail("--page", "got {} keys, want at most 2^31 - 1 in a cache", s.sk);

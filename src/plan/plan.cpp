@@ -67,18 +67,10 @@ const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* w
               fmt::format("{}: the lengths of the sequences are on the device", what));
 }
 
-/// The tensors that expressions index, checked to be as planned, with their values.
+/// The tensors that expressions index, checked to be as planned but in host memory, with their
+/// values.
 std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
                                             std::span<const TensorBinding> tensors) {
-  const auto check = [&](const auto& planned) {
-    auto args = planned;
-    args.tensors.assign(tensors.begin(), tensors.end());
-    for (size_t i = 0; i < std::min(args.tensors.size(), planned.tensors.size()); ++i) {
-      args.tensors[i].grad = planned.tensors[i].grad;
-    }
-    check_as_planned(planned, args);
-  };
-  std::visit(check, impl.planned);
   for (const TensorBinding& t : tensors) {
     const char* const name = t.name.c_str();
     if (t.tensor.device.type != DeviceType::kCpu) {
@@ -86,6 +78,16 @@ std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
     }
     if (t.tensor.data == nullptr && t.tensor.numel() > 0) fail(name, "data is null");
   }
+  const auto check = [&](const auto& planned) {
+    auto args = planned;
+    args.tensors.assign(tensors.begin(), tensors.end());
+    for (size_t i = 0; i < std::min(args.tensors.size(), planned.tensors.size()); ++i) {
+      args.tensors[i].grad = planned.tensors[i].grad;
+      args.tensors[i].tensor.device = planned.tensors[i].tensor.device;
+    }
+    check_as_planned(planned, args);
+  };
+  std::visit(check, impl.planned);
   return impl.problem.expressions.bound(tensors);
 }
 

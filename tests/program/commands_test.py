@@ -209,8 +209,8 @@ def test_explain_draws_the_tile_map(tmp_path):
 def test_explain_counts_the_tiles_of_expressions(tmp_path):
     np.save(tmp_path / "doc.npy", np.repeat(np.arange(4, dtype=np.int32), 256))
     call = ["--sq", "1024", "--mask-mod", "doc[q] == doc[k]", "--tensor", "doc=doc.npy"]
-    for backward in ([], ["--backward"]):
-        stdout = succeeds("explain", *call, *backward, "--svg", "t.svg", cwd=tmp_path)
+    for more in ([], ["--backward"], ["--card", "h200", "--dtype", "bf16"]):
+        stdout = succeeds("explain", *call, *more, "--svg", "t.svg", cwd=tmp_path)
         hidden, full, part = map(int, re.search(
             r"^tiles +of q head 0: (\d+) hidden, (\d+) shown in full, (\d+) in part$", stdout, re.M
         ).groups())  # fmt: skip
