@@ -253,6 +253,12 @@ void hadamard(const nb::dict& given, bool inverse, int threads, uintptr_t stream
   fulgur::hadamard(args, options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
+void expand_blocks(const nb::dict& given) {
+  const Entries views(given);
+  fulgur::expand_blocks({tensor(views, "offsets"), tensor(views, "indices")},
+                        tensor(views, "blocks"));
+}
+
 /// (numbers of a block, its bytes, the dtype of arrays of codes, whether blocks have scales).
 std::tuple<int64_t, int64_t, std::string, bool> format(const std::string& name) {
   const fulgur::DType dtype = fulgur::format_named(name.c_str());
@@ -476,6 +482,7 @@ NB_MODULE(_fulgur, m) {
   m.def("hadamard", &hadamard, "views"_a, "inverse"_a, "threads"_a, "stream"_a);
   m.def("quantize", &quantize, "views"_a, "static_scale"_a, "threads"_a, "stream"_a);
   m.def("dequantize", &dequantize, "views"_a, "threads"_a, "stream"_a);
+  m.def("expand_blocks", &expand_blocks, "views"_a);
   m.def("format", &format, "name"_a);
   m.def("engines", &engines);
   m.def("register_torch_ops", [] {

@@ -21,6 +21,7 @@ __all__ = [
     "erf",
     "exp",
     "exp2",
+    "expand_blocks",
     "explain",
     "expression",
     "floor",
@@ -1633,6 +1634,7 @@ def hadamard(
     threads: int = 0,
     stream: int | _CudaStream | None = None,
 ) -> _Array: ...
+def expand_blocks(offsets: _Array, indices: _DLPack, key_blocks: int) -> _Array: ...
 def engines() -> list[Engine]: ...
 def install_as(
     name: Literal["flash_attn", "flash_attn_interface", "flash_attn.cute"],

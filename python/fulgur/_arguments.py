@@ -22,6 +22,7 @@ _NUMPY_NAMES = FLOATS | {
     "u8": "uint8",
     "i32": "int32",  # of wrong inputs, for the library to refuse
     "i64": "int64",
+    "bool": "bool",
 }
 
 
@@ -317,7 +318,7 @@ def empty(shape, dtype, like):
     dtype = _NUMPY_NAMES[dtype]
     if _is_torch(like):
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    on_gpu = not isinstance(like, np.ndarray) and _on_gpu(like)
+    on_gpu = not isinstance(like, np.ndarray) and on_gpu(like)
     if on_gpu and hasattr(like, "__array_namespace__"):
         namespace = like.__array_namespace__()
         return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
@@ -336,7 +337,7 @@ def empty(shape, dtype, like):
         return sys.modules["cupy"].empty(shape, dtype)
 
 
-def _on_gpu(array):
+def on_gpu(array):
     device = getattr(array, "__dlpack_device__", None)
     return device is not None and device()[0] == _CUDA
 

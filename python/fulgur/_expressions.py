@@ -337,6 +337,33 @@ def expression(what, *, tensors=None):
     return Expression(expr, expr.text())
 
 
+def expand_blocks(offsets, indices, key_blocks):
+    """Lists of blocks as a tensor for ``mask_mod`` to index, ``blocks[h, q // 64, k // 64]``.
+
+    A list has the blocks of keys that a block of queries sees (CSR). What else the mask says decides inside of these.
+
+    Args:
+        offsets: ``(row blocks + 1)``, or with a dimension for heads, or for batch and heads, in front: int32 or int64
+            in the host's memory. The list of row block i is ``indices[offsets[i] : offsets[i + 1]]``.
+        indices: the blocks of all lists, ascending in each of them: int32 or int64 in the host's memory.
+        key_blocks: how many blocks of keys there are.
+
+    Returns:
+        Bools ``(..., row blocks, key_blocks)``, a fresh array of the kind of offsets.
+
+    >>> import numpy as np, fulgur
+    >>> fulgur.expand_blocks(np.array([0, 1, 3]), np.array([0, 0, 2]), 3)
+    array([[ True, False, False],
+           [ True, False,  True]])
+    """
+    views = {"offsets": _a.view("offsets", offsets), "indices": _a.view("indices", indices)}
+    *maps, ends = views["offsets"].shape or (0,)
+    shape = (*maps, max(ends - 1, 0), _a.integer("key_blocks", key_blocks, 0, _a.INT32[1]))
+    blocks = _a.empty(shape, "bool", np.empty(0) if _a.on_gpu(offsets) else offsets)  # lists on a GPU are refused
+    _fulgur.expand_blocks(views | {"blocks": _a.view("blocks", blocks, True)})
+    return _a.of_kind(offsets, blocks)
+
+
 def of_call(given, stream=0, view=_a.view):
     """The expressions of a call, as options, and its tensors, as what joins its views, by `view`."""
     mods = {name: given[name] for name in ("score_mod", "mask_mod") if given.get(name) is not None}

@@ -336,3 +336,29 @@ def test_errors_of_gradients(dtensors, error, words):
     out, lse = fulgur.attention(q, q, q, return_lse=True, **mods)
     with pytest.raises(error, match=words):
         fulgur.attention_backward(out, q, q, q, out, lse, dtensors=dtensors, **mods)
+
+
+def test_lists_of_blocks():
+    rng = np.random.default_rng(3)
+    want = rng.random((HQ, 3, 5)) < 0.5  # blocks of 16 queries and of 16 keys
+    indices = np.nonzero(want)[2]
+    ends = want.sum(-1).reshape(-1).cumsum()
+    offsets = np.stack([np.r_[([0, *ends])[3 * h : 3 * h + 4]] for h in range(HQ)])
+    for dtype in (np.int32, np.int64):
+        blocks = fulgur.expand_blocks(offsets.astype(dtype), indices.astype(dtype), 5)
+        assert isinstance(blocks, np.ndarray) and blocks.dtype == bool and np.array_equal(blocks, want)
+    q, k, v = arrays(3)
+    got = fulgur.attention(
+        q, k, v, mask_mod=lambda h, q, k, blocks: blocks[h, q // 16, k // 16], tensors={"blocks": blocks}
+    )
+    out, _ = expected(q, k, v, None, lambda h, q, k, **_: want[h, q // 16, k // 16], {})
+    np.testing.assert_allclose(got, out, rtol=2e-5, atol=2e-5)
+
+    with pytest.raises(ValueError, match="indices: got 4 at .*, want blocks of keys from 0 to 3"):
+        fulgur.expand_blocks(offsets, np.where(indices == 3, 4, indices), 4)
+    with pytest.raises(ValueError, match="offsets: got f64, want i32 or i64"):
+        fulgur.expand_blocks(offsets.astype(float), indices, 5)
+    with pytest.raises(ValueError, match="key_blocks: got -1"):
+        fulgur.expand_blocks(offsets, indices, -1)
+    with pytest.raises(TypeError, match="key_blocks: got 5.0"):
+        fulgur.expand_blocks(offsets, indices, 5.0)

@@ -32,6 +32,7 @@ FUNCTIONS = [
     "attention",
     "attention_backward",
     "engines",
+    "expand_blocks",
     "explain",
     "expression",
     "install_as",

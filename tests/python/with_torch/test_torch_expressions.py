@@ -310,3 +310,20 @@ def test_errors(change, error, words):
         change = dict(change, tensors={"t": torch.rand(3)})
     with pytest.raises(error, match=words):
         attention(q, k, v, **change)
+
+
+def test_lists_of_blocks():
+    offsets = torch.tensor([[0, 2, 3, 5], [5, 6, 6, 8]], dtype=torch.int32)
+    blocks = fulgur.expand_blocks(offsets, torch.tensor([0, 3, 1, 0, 2, 1, 2, 3]), 4)
+    want = [[[1, 0, 0, 1], [0, 1, 0, 0], [1, 0, 1, 0]], [[0, 1, 0, 0], [0, 0, 0, 0], [0, 0, 1, 1]]]
+    assert torch.equal(blocks, torch.tensor(want, dtype=torch.bool))
+    q, k, v = (torch.randn(1, n, 2, 8, requires_grad=True) for n in (90, 128, 128))
+    out = attention(q, k, v, mask_mod="blocks[h, q // 32, k // 32]", tensors={"blocks": blocks})
+    shown = blocks.repeat_interleave(32, 1).repeat_interleave(32, 2)[:, :90]
+    dense = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=shown)
+    dense = dense.transpose(1, 2).nan_to_num()  # rows that see nothing
+    torch.testing.assert_close(out, dense, rtol=1e-5, atol=1e-5)
+    dout = torch.randn_like(out)
+    got, expected = (torch.autograd.grad(x, (q, k, v), dout) for x in (out, dense))
+    for x, y in zip(got, expected):
+        torch.testing.assert_close(x, y.nan_to_num(), rtol=1e-4, atol=1e-5)
