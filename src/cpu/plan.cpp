@@ -232,8 +232,6 @@ const Kernels& choose_kernels(const Problem& p, std::vector<std::string>* reject
       why = path.unavailable;
     } else if (kernels_of(path) == nullptr) {
       why = "a product of f16 is three of theirs, slower than vectors";
-    } else if (p.has(Arg::kBias)) {
-      why = "they add no bias to scores";
     } else if (p.expressions.given()) {
       why = "they compute no expressions";
     } else if (std::fabs(p.scale) > kMaxBf16Scale) {

@@ -31,6 +31,8 @@ struct TileBackwardScratch {
   uint16_t *P_keys, *dS_keys;  // A, summed over the rows of the group
   uint16_t* dS_rows;           // [kBc / 32][kParts][16][kTilePanelRows][2]: B, summed over keys
   float *rows, *key;           // [kTileRows][ldk or ldv], [ldk]
+  float *bias, *dBias;  // [kBc][kTilePanelRows]; dBias: dS before the slope (the same without)
+  float* dbias_rows;    // [kTilePanelRows][kBc]
 
   TileBackwardScratch(const Problem& p, Arena& arena)
       : ldk(blocks_of(p.d) * kTileRows), ldv(blocks_of(p.dv) * kTileRows) {
@@ -55,6 +57,10 @@ struct TileBackwardScratch {
     dS_rows = arena.take_halves(kParts * kBc * kTilePanelRows);
     rows = arena.take(kTileRows * std::max(ldk, ldv));
     key = arena.take(ldk);
+    bias = take_bias_tile(p, arena);
+    const bool wants_dbias = p.has(Arg::kDbias);
+    dBias = wants_dbias && has_score_slope(p) ? arena.take(kBc * kTilePanelRows) : dS;
+    dbias_rows = wants_dbias ? arena.take(kBc * kTilePanelRows) : nullptr;
   }
 };
 
@@ -181,7 +187,8 @@ HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const Key
     drop(task.given.dropout, static_cast<float>(1 / (1 - p.dropout_p)), t.panel, tile, width, s.Pz,
          s.dS);
   }
-  score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS, s.dS);
+  score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS, s.dBias);
+  if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.dbias_rows, t.panel, tile, s.dBias);
 }
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see
@@ -205,6 +212,18 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
       for (int64_t c = 0; c < p.d; ++c) dqt[c * kTilePanelRows + r] += s.dS[at] * s.key[c];
     }
   }
+}
+
+/// load_bias(), which asks for that of the next tile, too, and for what this one adds to.
+HWY_INLINE bool take_bias(const Task& task, const KeyTile& tile, float* to, Panel* panel) {
+  const BiasSums& sums = task.given.dbias;
+  const bool sees = load_bias(task, tile, to, panel);
+  for (int half = 0; half < 2; ++half) {
+    ask_for_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->count,
+                 tile.j + kBc, half);
+    ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, half);
+  }
+  return sees;
 }
 
 /// What a panel, the `step`th of its group, needs of Q, dO, LSE and D.
@@ -321,6 +340,10 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         }
         t.tiles.next();
         tile.partial |= t.panel.count < kTilePanelRows;
+        if (p.has(Arg::kBias) && !take_bias(task, tile, s.bias, &t.panel)) {
+          add_group(i);
+          continue;
+        }
         float* const dqt = dq + (row / kTilePanelRows + i) * s.ldk * kTilePanelRows;
         products.multiply(
             {false,
@@ -347,7 +370,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           full_gradients(t, n, i, query_factor(p), s);
         } else {
           masked_gradients(task, t, tile, plain, s);
-          if (tile.partial && !(t.finite && census.finite())) {
+          if (t.panel.mask.hides(tile) && !(t.finite && census.finite())) {
             add_visible_gradients(task, args, t, tile, s, key_begin, dqt);
             add_group(i);
             continue;

@@ -45,6 +45,7 @@ struct TileForwardScratch {
   uint16_t* P[2];  // steps [kParts][kTileDepth / 2][width][2]: B, summed over keys; of a group and
                    // the one before
   float* P_wide;   // [kBc][width]: P that is not ready for tiles
+  float* bias[2];  // [kBc][width]: of the tile at hand and of the next
   float* V;        // [kBc][dv in tiles]
 
   TileForwardScratch(const Problem& p, Arena& arena) {
@@ -63,6 +64,7 @@ struct TileForwardScratch {
     }
     P_wide = arena.take(kBc * kTilePanelRows);
     V = arena.take(kBc * dv);
+    for (float*& tile : bias) tile = take_bias_tile(p, arena);
   }
 };
 
@@ -339,6 +341,7 @@ class TileForward {
   struct Visit {
     int64_t i, place;
     KeyTile tile;
+    const float *bias = nullptr, *hiding = nullptr;  // of the tile: Panel::bias, PanelMask::hide
   };
   /// P of panel i and steps [begin, end) of the chunk's keys, to be multiplied by V for the tiles
   /// of rows of O^T from `row` on, and added to what there is of it.
@@ -358,9 +361,31 @@ class TileForward {
 
   /// The next visit of panel i or one after it, up to key `end`.
   Visit visit(int64_t i, int64_t end) {
-    while (i < count_ && tiles_[i].tile().j >= end) ++i;
-    if (i == count_) return {i, 0, KeyTile()};
-    return {i, place(tiles_[i].tile()), tiles_[i].tile()};
+    for (; i < count_; ++i) {
+      for (; tiles_[i].tile().j < end; tiles_[i].next()) {
+        Visit at{i, 0, tiles_[i].tile()};
+        if (p_.has(Arg::kBias) && !take_bias(&at)) continue;
+        at.place = place(at.tile);
+        return at;
+      }
+    }
+    return {i, 0, KeyTile()};
+  }
+
+  /// Loads the bias of a tile while that of the visit before is in use; whether some row sees some
+  /// key in spite of it.
+  bool take_bias(Visit* at) {
+    Panel& panel = panels_[at->i];
+    float* const bias = s_.bias[spare_bias_];
+    if (!load_bias(task_, at->tile, bias, &panel)) return false;
+    spare_bias_ = 1 - spare_bias_;
+    at->bias = panel.bias;
+    at->hiding = panel.mask.hides() ? bias : nullptr;
+    for (int half = 0; half < 2; ++half) {
+      ask_for_bias(task_.given.bias.data, p_.bias, panel.bias_row, panel.count, at->tile.j + kBc,
+                   half);
+    }
+    return true;
   }
 
   /// All panels over their tiles up to key `end`. While P of a tile is made from its scores, those
@@ -384,7 +409,8 @@ class TileForward {
         now = {P, at.i, step, step, begun_[at.i]};
       }
       ++grouped;
-      const bool last = grouped == most || later.i != at.i;
+      // The keys of a group follow each other.
+      const bool last = grouped == most || later.i != at.i || later.place != at.place + 1;
       const Product next = later.i < count_ ? scores(later, S_next) : Product();
       const Product add = values(last ? blocks : std::min(blocks, grouped * rows), &before);
       products_.put_off(next);
@@ -458,8 +484,8 @@ class TileForward {
 
   /// Whether the tiles may add P V: only rows that see a key take part in what is not finite, and
   /// tiles take denormal numbers for 0.
-  static bool tiles_add(const Census& values, const KeyTile& tile) {
-    return !values.denormal() && (values.finite() || !tile.partial);
+  static bool tiles_add(const Census& values, const Panel& panel, const KeyTile& tile) {
+    return !values.denormal() && (values.finite() || !panel.mask.hides(tile));
   }
 
   /// S -> P of a tile, the next of group `now`, while the products under way are made.
@@ -467,8 +493,10 @@ class TileForward {
   void probabilities(const Visit& at, float* S, Packed* before, Packed* now) {
     const int64_t i = at.i, width = kVectors * kLanes;
     const KeyTile& tile = at.tile;
+    panels_[i].bias = at.bias;
+    panels_[i].mask.hide(at.hiding, tile.j, width);
     if (!plain_ || tile.partial || tile.n < kBc) finish_scores(i, tile, S);
-    const bool by_tiles = tiles_add(values_[at.place], tile);
+    const bool by_tiles = tiles_add(values_[at.place], panels_[i], tile);
     const bool packed = by_tiles && p_.dropout_p == 0;
     uint16_t* P = now->P + kParts * (now->end - now->begin) * kTileDepth * width;
     const int64_t steps = products_.left();
@@ -610,6 +638,7 @@ class TileForward {
   bool fresh_[kTilePanels];      // some row has seen no key yet
   bool begun_[kTilePanels];      // O holds something
   int64_t count_ = 0;
+  int64_t spare_bias_ = 0;                 // of s_.bias
   int64_t chunk_ = 0;                      // its first key
   bool packed_[kChunk];                    // its tiles
   Census values_[kChunk];                  // of V
