@@ -1,14 +1,21 @@
 #!/usr/bin/env python3
-"""Runs FlashAttention's own tests on fulgur, from an untouched checkout, by cases drawn at random.
+"""Runs FlashAttention's or PyTorch's own tests on fulgur, from an untouched checkout, by cases drawn at random.
 
     tools/upstream_suite.py fa2 CHECKOUT --draws 2000 --seed 1     tests/test_flash_attn.py
     tools/upstream_suite.py fa3 CHECKOUT --draws 2000 --seed 1     hopper/test_flash_attn.py
+    tools/upstream_suite.py flex CHECKOUT --draws 100              test/inductor/test_flex_attention.py
+    tools/upstream_suite.py flex_decoding CHECKOUT --draws 100     test/inductor/test_flex_decoding.py
 
-The suites have some hundred thousand cases each. Of every test the draws cover all pairs of values
+FlashAttention's suites have some hundred thousand cases each. Of every test the draws cover all pairs of values
 of its parameters first, as far as they reach, and are independent from then on. A case passes, is
 skipped by the test itself, asks for what fulgur does not have (counted by the argument's name), or
 fails; exit status 1 if one fails. Needs fulgur, torch, pytest and einops, and for the real suites a
 GPU. Switches of the suites (FLASH_ATTENTION_DISABLE_SPLIT=TRUE and others) are environment variables.
+
+Of PyTorch's suites, which run on CPUs, too, fulgur computes the compiled calls of flex_attention; the eager ones, with
+which tests compare these, stay PyTorch's. A case that has none that fulgur computes is skipped, and one in which
+PyTorch computes some, as fulgur cannot, lacks what the warning says. Tests want the version of PyTorch that they
+are of, and expecttest.
 """
 
 import argparse
@@ -18,8 +25,11 @@ import itertools
 import json
 import pathlib
 import random
+import re
 import sys
 import traceback
+import unittest
+import warnings
 
 import pytest
 
@@ -28,6 +38,8 @@ import fulgur
 SUITES = {  # what to stand in for, the file, and folders that it imports from
     "fa2": (("flash_attn",), "tests/test_flash_attn.py", ()),
     "fa3": (("flash_attn", "flash_attn_interface"), "hopper/test_flash_attn.py", ("hopper",)),
+    "flex": ((), "test/inductor/test_flex_attention.py", ()),
+    "flex_decoding": ((), "test/inductor/test_flex_decoding.py", ()),
 }
 # Tests as a whole of what fulgur does not have.
 LACKS = {
@@ -102,35 +114,94 @@ def outcome(function, values):
     return "passed", ""
 
 
+def flash_cases(module, args):
+    """(test, arguments, function that returns its outcome) of the tests with parameters."""
+    tests = {name: test for name, test in sorted(vars(module).items())
+             if name.startswith("test_") and callable(test) and args.only in name}  # fmt: skip
+    for name, test in tests.items():
+        axes = axes_of(test)
+        rng = random.Random(f"{args.seed} {name}")
+        for case in draws(axes, max(1, args.draws // len(tests)) if axes else 1, rng):
+            values = arguments(axes, case)
+            known = ("missing", LACKS[name]) if name in LACKS else None
+            yield name, repr(values), lambda: known or outcome(test, values)
+
+
+class Flex:
+    """fulgur in the place of PyTorch's compiled flex_attention."""
+
+    def __init__(self):
+        import torch
+        from torch.nn.attention import flex_attention as upstream
+
+        import fulgur.torch
+
+        torchs = upstream._apply_kernel_options
+        fulgur.torch.enable_flex()
+        ours, compute = upstream._apply_kernel_options, fulgur.torch._flex._attended
+        compiling = torch.compiler.is_dynamo_compiling
+        upstream._apply_kernel_options = lambda *given: ours(*given) if compiling() else torchs(*given)
+        self.calls = 0
+
+        def counted(*given):
+            self.calls += 1
+            return compute(*given)
+
+        fulgur.torch._flex._attended = counted
+
+    def outcome(self, case):
+        """Of a test of unittest, as outcome() has it."""
+        result, self.calls = unittest.TestResult(), 0
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            case.run(result)
+        reasons = [found[1] for x in caught
+                   if (found := re.match(r"flex_attention: PyTorch computes this call, not fulgur: (.*)",
+                                         str(x.message), re.S))]  # fmt: skip
+        if result.skipped:
+            return "skipped", result.skipped[0][1]
+        if result.failures or result.errors:
+            return "failed", (result.failures + result.errors)[0][1].strip().splitlines()[-1]
+        if reasons:
+            return "missing", reasons[0]
+        return ("passed", "") if self.calls else ("skipped", "has no compiled flex_attention")
+
+
+def flex_cases(module, args):
+    """Likewise of a module of unittest."""
+    flex = Flex()
+    tests = [case for suite in unittest.defaultTestLoader.loadTestsFromModule(module) for case in suite
+             if args.only in case.id()]  # fmt: skip
+    for case in sorted(random.Random(args.seed).sample(tests, min(args.draws, len(tests))), key=lambda x: x.id()):
+        yield case._testMethodName, "", lambda: flex.outcome(case)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("checkout", type=pathlib.Path, help="of FlashAttention's repository")
+    parser.add_argument("checkout", type=pathlib.Path, help="of FlashAttention's or PyTorch's repository")
     parser.add_argument("--draws", type=int, default=2000, help="of all tests together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="tests whose names contain this")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the counts and the failures")
     args = parser.parse_args()
     module = load(args.suite, args.checkout)
-    tests = {name: test for name, test in sorted(vars(module).items())
-             if name.startswith("test_") and callable(test) and args.only in name}  # fmt: skip
-    if not tests:
-        parser.error(f"--only: got {args.only!r}, which no test of the suite has in its name")
+    cases = (flex_cases if args.suite.startswith("flex") else flash_cases)(module, args)
     counts, missing, failures = collections.Counter(), collections.Counter(), []
-    for name, test in tests.items():
-        axes, of_test = axes_of(test), collections.Counter()
-        rng = random.Random(f"{args.seed} {name}")
-        for case in draws(axes, max(1, args.draws // len(tests)) if axes else 1, rng):
-            values = arguments(axes, case)
-            result, why = ("missing", LACKS[name]) if name in LACKS else outcome(test, values)
-            of_test[result] += 1
+    for name, of_test in itertools.groupby(cases, key=lambda case: case[0]):
+        results = collections.Counter()
+        for _, values, run in of_test:
+            result, why = run()
+            results[result] += 1
             if result == "missing":
                 missing[why] += 1
             if result == "failed":
-                failures.append({"test": name, "arguments": repr(values), "why": why})
+                failures.append({"test": name, "arguments": values, "why": why})
                 print(f"FAILED {name}({values}): {why}", flush=True)
-        counts += of_test
-        print(f"{name}: {', '.join(f'{n} {what}' for what, n in sorted(of_test.items()))}", flush=True)
+        counts += results
+        print(f"{name}: {', '.join(f'{n} {what}' for what, n in sorted(results.items()))}", flush=True)
+    if not counts:
+        parser.error(f"--only: got {args.only!r}, which no test of the suite has in its name")
     for what, n in missing.most_common():
         print(f"missing: {what} in {n} cases")
     print(f"{args.suite}, seed {args.seed}: {counts['passed']} passed, {counts['failed']} failed, "

@@ -183,7 +183,7 @@ _FUNCTIONS = (
         "rsub": lambda x, y: _e.apply("-", y, x), "where": _e.where, "pow": _e.power, "square": lambda x: x * x,
         "float_power": lambda x, y: _e.apply("pow", x, y), "reciprocal": lambda x: 1.0 / x,
         "relu": lambda x, inplace=False: _e.maximum(x, 0), "silu": lambda x, inplace=False: _e.silu(x),
-        "log1p": lambda x: _e.log(1.0 + x),
+        "log1p": lambda x: _e.log(1.0 + x), "tan": lambda x: _e.sin(x) / _e.cos(x),
         "expm1": lambda x: _e.exp(x) - 1.0, "log2": lambda x: _e.log(x) * 1.4426950408889634,
         "softplus": lambda x: _e.maximum(x, 0.0) + _e.log(1.0 + _e.exp(-abs(x))),
         "clamp": _clamp, "clip": _clamp, "clamp_min": lambda x, min: _clamp(x, min),

@@ -1,4 +1,4 @@
-"""tools/upstream_suite.py on a suite of our own, laid out as FlashAttention's."""
+"""tools/upstream_suite.py on suites of our own, laid out as FlashAttention's and PyTorch's."""
 
 import json
 import subprocess
@@ -65,3 +65,50 @@ def test_no_such_test(tmp_path):
     command = [sys.executable, "-B", TOOL, "fa2", tmp_path, "--only", "nothing"]
     done = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert done.returncode == 2 and "--only: got 'nothing'" in done.stderr
+
+
+FLEX = """
+import unittest, torch
+from torch.nn.attention.flex_attention import flex_attention
+
+compiled = torch.compile(flex_attention, backend="aot_eager")
+
+class TestFlex(unittest.TestCase):
+    def compare(self, score_mod, off=0):
+        q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (9, 20, 20))
+        want, got = flex_attention(q, k, v, score_mod), compiled(q, k, v, score_mod)
+        torch.testing.assert_close(got + off, want)
+
+    def test_bias(self):
+        bias = torch.randn(20)
+        self.compare(lambda score, b, h, q, k: score + bias[k])
+
+    def test_fails(self):
+        self.compare(lambda score, b, h, q, k: 2 * score, off=1)
+
+    def test_lacks(self):
+        self.compare(lambda score, b, h, q, k: score + torch.lgamma(k + 1.0))
+
+    def test_eager_alone(self):
+        flex_attention(*(torch.randn(1, 1, 4, 8) for _ in range(3)))
+
+    @unittest.skip("of no interest")
+    def test_skipped(self):
+        raise AssertionError
+"""
+
+
+@pytest.mark.slow
+def test_counts_of_flex_attention(tmp_path):
+    file, to = tmp_path / "test/inductor/test_flex_attention.py", tmp_path / "result.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(FLEX)
+    done = subprocess.run([sys.executable, "-B", str(TOOL), "flex", str(tmp_path), "--json", str(to)],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(to.read_text())
+    assert result["counts"] == {"passed": 1, "failed": 1, "missing": 1, "skipped": 2}, done.stdout
+    (failure,) = result["failures"]
+    assert failure["test"] == "test_fails"
+    (missing,) = result["missing"]
+    assert "lgamma" in missing

@@ -35,7 +35,7 @@ SCORES = {
     "temperature": lambda s, b, h, q, k: tau * s / torch.exp(tau),
     "made inside": lambda s, b, h, q, k: s + (table[:, :S] * 2)[h, k] + torch.ones(()) * k.float().log1p(),
     "lengths": lambda s, b, h, q, k: torch.where(k < LENGTHS[b], s, -torch.inf),
-    "waves": lambda s, b, h, q, k: s + torch.sin(k * 0.1) * torch.cos(torch.abs(q - k).float()),
+    "waves": lambda s, b, h, q, k: s + torch.sin(k * 0.1) * torch.cos(torch.abs(q - k).float()) + torch.tan(b),
     "methods": lambda s, b, h, q, k: (s.abs() + 1).log().clamp(max=1.5) + (q - k).abs().float().sqrt() - h.to(s.dtype),
     "filled": lambda s, b, h, q, k: s.masked_fill((q - k).abs() > 10, float("-inf")),
     "functions": lambda s, b, h, q, k: torch.relu(s) + torch.nn.functional.silu(s) * torch.rsqrt(1 + s**2) - s**3 / 9,
