@@ -334,6 +334,7 @@ constexpr Known kKnown[] = {
     {"fence.proxy.async", fence_async_proxy},
     {"fence.mbarrier_init", nothing},
     {"prefetch.tensormap", nothing},
+    {"prefetch.global.L1", nothing},
     {"cp.async.bulk.prefetch.tensor", nothing},
     {"cp.async.bulk.prefetch.L2", nothing},
     {"wgmma.fence", nothing},

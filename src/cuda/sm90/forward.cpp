@@ -109,8 +109,11 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
                  values_shared_bytes_, "launching the kernel that centres V");
   }
   if (kernel_ != nullptr) {
+    // Q, K and the first scores come while V is prepared.
+    const bool prepares_v = values_grid_ > 0 || plan_.widens_v;
+    const Start start = plan_.pairs && prepares_v ? Start::kEarly : Start::kAfterAll;
     cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
-                 "launching the forward kernel");
+                 "launching the forward kernel", start);
   }
   launch_padding(args, stream);
 }

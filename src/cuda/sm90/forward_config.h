@@ -39,9 +39,12 @@ struct ForwardKey : AnyForwardKey {
     f("kBoxKeys", box_keys);
     f("kSplitTail", split_tail);
     f("kStore", store);
+    f("kEarlyStarts", pairs);
   }
   bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
+  /// V comes as an image of key tiles for products of e4m3 (kernels/sm90/forward/values.cuh).
+  bool centers_v() const { return dtypes.v == DType::kE4M3; }
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
   MapTiles map_tiles() const {
@@ -66,8 +69,6 @@ struct ForwardPlan : ForwardKey, ForwardLaunch {
   std::optional<DType> widens_v;  ///< the copy of v is of f16, where v has these codes
   bool operator==(const ForwardPlan&) const = default;
 
-  /// V comes as an image of key tiles for products of e4m3 (kernels/sm90/forward/values.cuh).
-  bool centers_v() const { return dtypes.v == DType::kE4M3; }
   TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
   /// Whether there are copies of the tensors' own dtypes.
   bool copies() const {

@@ -11,12 +11,14 @@ namespace {
 // Measured on an H200.
 constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
 constexpr double kSoftmaxScores = 11.2;   // scores a cycle with busy tensor cores, all warpgroups
+constexpr double kCodesScores = 13.2;     // the same with P of e4m3
 constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
 constexpr double kTransformScores = 5;    // the same with softcap, ALiBi or dropout (not measured)
 constexpr double kCopyBytes = 43;         // from L2 a cycle
 constexpr double kReadShare = 0.8687;     // of what the memory gives
 constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
 constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
+constexpr double kCodesTurn = 112;        // the same with P of e4m3
 constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
 constexpr double kEndCycles = 1800;       // Q on its way in, O on its way out
 constexpr double kHiddenEndCycles = 700;  // the same when the next Q is there already
@@ -36,13 +38,15 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double dims = static_cast<double>(dim_bytes) / 2;
   const double product = 2 * scores * dims / kTensorFlops;
   const bool slow = plan.transforms_scores || plan.dropout || plan.scores_hide();
-  const double rate = slow ? kTransformScores : kSoftmaxScores;
+  const bool codes = plan.centers_v() && !slow;
+  const double rate = slow ? kTransformScores : codes ? kCodesScores : kSoftmaxScores;
+  const double turn = codes ? kCodesTurn : kSoftmaxTurn;
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
   const double alone = slow ? kTransformScores : waits ? kSoftmaxAlone : kSoftmaxScores;
   const double copy = plan.block_keys * static_cast<double>(dim_bytes) / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
-  const double softmax = plan.consumers * (scores / rate + kSoftmaxTurn);
+  const double softmax = plan.consumers * (scores / rate + turn);
   // Where softmax binds, that of the other warpgroups goes on meanwhile.
   const int waiting = softmax > products ? 1 : plan.consumers;
   return {std::max({products, softmax, copy, product + scores / alone + kChainCycles}),

@@ -90,13 +90,14 @@ int shared_bytes_of(int residents, const Card& card) {
 constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where it does
 constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
 
-/// How O leaves. TMA writes multiples of 16 bytes.
-ForwardPlan::Store store_of(const Problem& p, int q_stages) {
+/// How O leaves: through the buffer that Q was in, if there is another and V's columns lie as they
+/// are. TMA writes multiples of 16 bytes.
+ForwardPlan::Store store_of(const Problem& p, bool through_q) {
   if (p.dv * size_of(p.dtypes.out) % kCopyAlignment != 0 ||
       !not_addressable(forward_shapes(p, kAnyBlockKeys).o).empty()) {
     return ForwardPlan::Store::kElements;
   }
-  return q_stages == 1 ? ForwardPlan::Store::kRows : ForwardPlan::Store::kTiles;
+  return through_q ? ForwardPlan::Store::kTiles : ForwardPlan::Store::kRows;
 }
 
 /// What the problem fixes for every tile.
@@ -378,7 +379,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                       t.plan.tile().text(), card.shared_bytes));
       continue;
     }
-    t.plan.store = store_of(p, t.plan.q_stages);
+    t.plan.store = store_of(p, t.plan.q_stages > 1 && !centers);
     t.cycles = predict(t.plan, p, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));

@@ -18,17 +18,14 @@ __device__ __forceinline__ float descale_of(const Descale& descale, int batch, i
 }
 
 // Of products of q and k. One that is not finite makes NaN, as sums of infinities of both signs are.
-__device__ __forceinline__ float product_descale(const AttentionParams& p, const Place& place) {
-  const int kv_head = place.head / p.group;
-  const float descale =
-      descale_of(p.q_descale, place.batch, kv_head) * descale_of(p.k_descale, place.batch, kv_head);
+__device__ __forceinline__ float product_descale(const AttentionParams& p, int batch, int kv_head) {
+  const float descale = descale_of(p.q_descale, batch, kv_head) * descale_of(p.k_descale, batch, kv_head);
   return fabsf(descale) < infinity() ? descale : __int_as_float(0x7fffffff);
 }
 
-// The normalizer of a row with the descale of V; a row that takes no value stays 0.
-__device__ __forceinline__ float descaled(const AttentionParams& p, const Place& place, float normalizer) {
-  if (normalizer == 0) return 0;
-  return normalizer * descale_of(p.v_descale, place.batch, place.head / p.group);
+// Of V.
+__device__ __forceinline__ float value_descale(const AttentionParams& p, int batch, int kv_head) {
+  return kHasCodes ? descale_of(p.v_descale, batch, kv_head) : 1;
 }
 
 // How products become exponents: multiplied with `first`, then scores, then with `then`. Without a transformation of
@@ -37,8 +34,8 @@ struct ProductScale {
   float first, then;
 };
 
-__device__ __forceinline__ ProductScale product_scale(const AttentionParams& p, const Place& place) {
-  const float descale = product_descale(p, place);
+__device__ __forceinline__ ProductScale product_scale(const AttentionParams& p, int batch, int kv_head) {
+  const float descale = product_descale(p, batch, kv_head);
   if (kScoreMode != 0) return {descale, score_factor(p)};
   const float factor = descale * p.scale_log2;
   const bool folds = factor >= 0x1p-126f && factor < infinity();

@@ -70,8 +70,8 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
 
 // 32 columns, the last time perhaps 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on; `out` is where
 // the row's begin, `dims` so many it has. Quads exchange so that a thread holds 8 adjacent columns, 16 bytes, which are
-// stored at once or by `elements`.
-template <class Type, int columns, bool elements>
+// stored at once or by `elements`. Where columns are `permuted` (sm90/forward/values.cuh) it holds them already.
+template <class Type, int columns, bool elements, bool permuted = false>
 __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
                                                  int i, int half, float scale, Finite<Type>& finite) {
   if constexpr (Type::kType == kF32) {
@@ -91,20 +91,21 @@ __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int
       y[j] = at < columns / 2 ? Type::pack(x[at] * scale, x[at + 1] * scale) : 0;
       if (half == 0) finite.add(y[j]);
     }
-    quad_transpose(y);
+    if (!permuted) quad_transpose(y);
     const int column = 2 * i + 8 * u32(threadIdx.x % 4);
     store_global_columns<elements>(out + column, y, dims - column);
   }
 }
 
 // `columns` columns of the rows r, at `out`, and r + 8; `rows` rows exist from r on.
-template <class Type, int columns, bool elements>
+template <class Type, int columns, bool elements, bool permuted = false>
 __device__ __forceinline__ void store_global_fragment(typename Type::Memory* out, long long row_stride, int rows,
                                                       int dims, const float (&x)[columns / 2], float scale0,
                                                       float scale1, Finite<Type>& finite) {
 #pragma unroll
   for (int i = 0; i < columns / 2; i += 16) {
-    store_global_row<Type, columns, elements>(out, rows > 0 ? dims : 0, x, i, 0, scale0, finite);
-    store_global_row<Type, columns, elements>(out + 8 * row_stride, rows > 8 ? dims : 0, x, i, 1, scale1, finite);
+    store_global_row<Type, columns, elements, permuted>(out, rows > 0 ? dims : 0, x, i, 0, scale0, finite);
+    store_global_row<Type, columns, elements, permuted>(out + 8 * row_stride, rows > 8 ? dims : 0, x, i, 1, scale1,
+                                                        finite);
   }
 }

@@ -12,10 +12,12 @@ __device__ __forceinline__ ElementO::Memory* output_row(const AttentionParams& p
   return row_of<ElementO>(p.o, place.batch, n.q_start + row, place.head);
 }
 
-// The normalizer with the descale of V, and with what dropout multiplies the entries that it keeps with.
-__device__ __forceinline__ float output_scale(const AttentionParams& p, const Place& place, float sum, float shift) {
-  float scale = normalizer(p.sinks, place.head, sum, shift);
-  if constexpr (kHasCodes) scale = descaled(p, place, scale);
+// The normalizer with the descale of V, where the row takes a value, and with what dropout multiplies the entries that
+// it keeps with.
+__device__ __forceinline__ float output_scale(const AttentionParams& p, int head, float sum, float shift,
+                                              float v_descale) {
+  float scale = normalizer(p.sinks, head, sum, shift);
+  if constexpr (kHasCodes) scale = scale == 0 ? 0 : scale * v_descale;
   return kDropout ? scale * p.keep_scale : scale;
 }
 
@@ -34,6 +36,7 @@ __device__ __forceinline__ void store_global_rows(const AttentionParams& p, cons
                                                   int row, const float (&O)[kValueDim / 2], float scale0,
                                                   float scale1, Finite<ElementO>& finite) {
   row += thread_row();
-  store_global_fragment<ElementO, kValueDim, kStore == kStoreElements>(output_row(p, place, n, row), p.o.row, n.sq - row,
-                                                                       p.dv, O, scale0, scale1, finite);
+  constexpr bool kPermuted = ElementV::kType == kE4M3;
+  store_global_fragment<ElementO, kValueDim, kStore == kStoreElements, kPermuted>(
+      output_row(p, place, n, row), p.o.row, n.sq - row, p.dv, O, scale0, scale1, finite);
 }

@@ -50,7 +50,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
   for (int i = 0; i < kOutput; ++i) o[i] = 0;
   const KeyRange keys = visible_keys(band_of(p), n, row);
   const ScoreHead head = score_head(p, n, place.batch, place.head);
-  const float descale = kHasCodes ? product_descale(p, place) : 1;
+  const float descale = kHasCodes ? product_descale(p, place.batch, place.head / p.group) : 1;
   const DropoutMask dropout = kDropout ? dropout_of(p) : DropoutMask{};
   const int tokens = n.sk - n.sq;
   const unsigned long long tree = kTree ? tree_word(p.tree_mask, p, n, place.batch, row) : 0;
@@ -80,7 +80,8 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
     done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays
   }
   ElementO::Memory* out = output_row(p, place, n, row);
-  const float scale = output_scale(p, place, sum, shift);
+  const float scale =
+      output_scale(p, place.head, sum, shift, value_descale(p, place.batch, place.head / p.group));
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) {
     if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<ElementO::Memory>(ElementO::pack(o[i] * scale, 0));

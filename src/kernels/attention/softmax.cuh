@@ -106,10 +106,11 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
 
 // P is exact for any shift, as long as nothing overflows, so the maximum in use may lag after. No new one is computed
 // until the sum of some row of the warp says that P has outgrown kSumLimit. Rows without a key so far (shift = +inf)
-// and non-finite scores always say so.
-template <bool first>
+// and non-finite scores always say so. `wait_for_o`: of products in flight, before O is rescaled.
+template <bool first, class WaitForO>
 __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                             float (&O)[kValueDim / 2], Rows& rows, float c) {
+                                             float (&O)[kValueDim / 2], Rows& rows, float c,
+                                             const WaitForO& wait_for_o) {
   float sum0, sum1;
   if (!first) {
     const bool settled =
@@ -120,6 +121,7 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
       return;
     }
   }
+  wait_for_o();
   float max0 = S[0];
   float max1 = S[2];
 #pragma unroll
@@ -133,6 +135,13 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
   exponentials<true>(S, P, c, shift0, shift1, sum0, sum1);
   rows.sum[0] += sum0;
   rows.sum[1] += sum1;
+}
+
+// Where O is not being added to.
+template <bool first>
+__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
+                                             float (&O)[kValueDim / 2], Rows& rows, float c) {
+  softmax_step<first>(S, P, O, rows, c, [] {});
 }
 
 // What a row's products must be multiplied with in the end; a row without keys is 0.

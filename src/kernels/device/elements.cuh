@@ -67,10 +67,15 @@ __device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) {
   return halves;
 }
 
-// The other way, rounded to the nearest, at most 448.
-__device__ __forceinline__ u32 f16_to_e4m3(u32 halves) {
-  unsigned short codes;
-  asm("cvt.rn.satfinite.e4m3x2.f16x2 %0, %1;" : "=h"(codes) : "r"(halves));
+// The other way, rounded to the nearest, at most 448: two words, `low` in the lower half.
+__device__ __forceinline__ u32 f16_to_e4m3(u32 low, u32 high) {
+  u32 codes;
+  asm("{.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
+      "mov.b32 %0, {low, high};}"
+      : "=r"(codes)
+      : "r"(low), "r"(high));
   return codes;
 }
 

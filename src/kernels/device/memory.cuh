@@ -23,6 +23,11 @@ __device__ __forceinline__ float4 load_global_fresh4(const float* at) {
   return x;
 }
 
+// Into the first-level cache alone.
+__device__ __forceinline__ void prefetch_global(const void* at) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(at) : "memory");
+}
+
 // Counts to `last` and starts again from 0. What the CTA wrote before its last barrier is there for whoever
 // sees the count.
 __device__ __forceinline__ int take_ticket(int* tickets, int last) {

@@ -336,7 +336,7 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   EXPECT_STREQ(state_->launches[0].kernel, "fulgur_forward_values");
   const auto p = params<ForwardParams>(1);
   EXPECT_EQ(p.v.data, args.v.data);
-  EXPECT_EQ(p.values.stretches, 3);  // of 3072 keys
+  EXPECT_EQ(p.values.stretches, 5);  // of 1536 keys
   const int64_t Bc = plan.details().get<int64_t>("Bc");
   EXPECT_EQ(p.values.head_tiles, (7000 + Bc - 1) / Bc);
   EXPECT_EQ(p.values.batch_tiles, 2 * p.values.head_tiles);

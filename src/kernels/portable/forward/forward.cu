@@ -84,8 +84,9 @@ __device__ __forceinline__ void finish(const PortableForwardParams& p, const Pla
   rows.sum[0] = quad_sum(rows.sum[0]);
   rows.sum[1] = quad_sum(rows.sum[1]);
   Finite<ElementO> finite;
-  store_global_rows(p, place, n, row, O, output_scale(p, place, rows.sum[0], rows.shift[0]),
-                    output_scale(p, place, rows.sum[1], rows.shift[1]), finite);
+  const float v_descale = value_descale(p, place.batch, place.head / p.group);
+  store_global_rows(p, place, n, row, O, output_scale(p, place.head, rows.sum[0], rows.shift[0], v_descale),
+                    output_scale(p, place.head, rows.sum[1], rows.shift[1], v_descale), finite);
   if (kHasLse) store_global_lse(p, place, n, row + int(thread_row()), rows);
   if (kHidesKeys && __any_sync(0xffffffff, finite.trace != 0)) repair_rows(p, place, n, row, touched, rows);
 }

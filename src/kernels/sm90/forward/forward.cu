@@ -75,6 +75,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
           if (keys.end > keys.begin) {
             load.leave_k();
             load.load_v(source, keys.begin);
+            if constexpr (kCentersV) prefetch_means(p, tile.batch * (p.hq / p.group) + source.head, keys);
           }
         }
       }
@@ -83,6 +84,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
     number = __shfl_sync(0xffffffff, next, 0);
   }
+  wait_for_earlier_kernels();  // there may have been no V to wait for
   // The last CTA to finish clears the counters for the next launch.
   if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
     p.counters[0] = 0;
@@ -238,7 +240,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
     if (kPacked || kSeqUsedQ) clear_rows_after_sequence(p, walk, view, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
-    const ProductScale scale = kHasCodes ? product_scale(p, load_place(view)) : ProductScale{1, c};
+    const u32 head_of_tile = head_address(smem, q_buffers.ring.stage());
+    ProductScale scale = {1, c};
+    if constexpr (kHasCodes) {
+      const HeadOfCodes head = load_shared_struct_uniform<HeadOfCodes>(head_of_tile);
+      scale = {head.first, head.then};
+    }
     const VisibleKeys visible = visible_keys_of_strip(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
@@ -269,18 +276,27 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
 
     Place place;
-    const auto leave_q = [&] {  // O needs no shared memory: the next Q, and its view, may come at once
+    HeadOfCodes head = {1, 1, 1, 0};
+    const auto place_rows = [&] {
       place = load_place(view);
-      mbarrier_arrive_if(smem + kLayout.q_empty, leader);
+      if constexpr (kHasCodes) head = load_shared_struct_uniform<HeadOfCodes>(head_of_tile);
+    };
+    const auto leave_q = [&] {  // O needs no shared memory: the next Q, and its view, may come at once
+      place_rows();
+      mbarrier_arrive_if(kQStages > 1 ? q_buffers.empty() : smem + kLayout.q_empty, leader);
     };
 
     const int last_stretch = kCentersV ? walk.tile / kStretchTiles : 0;
+    const auto leave_old_stretch = [&] {
+      const int old_tile = walk.tile + 1;
+      if (old_tile % kStretchTiles == 0) leave_stretch(p, rows, old_tile / kStretchTiles);
+    };
     if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
       take_tile(walk);
       wgmma_fence();
       issue_scores(S, q, k_operand());
-      if (kQStages > 1) release_q();
+      if (kOThroughQ) release_q();
       decide_dropout();
       wgmma_wait<0>();
       register_fence(S);
@@ -289,9 +305,38 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       softmax_step<true>(S, P, O, rows, scale.then);
       if (kDropout) kept.drop(P);
 
+      if constexpr (kPInTurns) {
+        // P(t) while P V(t + 1) is multiplied. Two tiles a turn, since sets of P are registers.
+        u32 next_P[kPWords];
+        const auto step = [&](const u32 (&of_last)[kPWords], u32 (&of_this)[kPWords]) {
+          walk.next();
+          leave_old_stretch();
+          take_tile(walk);
+          register_fence(O);
+          wgmma_fence();
+          issue_scores(S, q, k_operand());
+          issue_values(O, of_last, v_operand());
+          wgmma_wait<1>();
+          register_fence(S);
+          adjust_scores(false);
+          softmax_step<false>(S, of_this, O, rows, scale.then, [&] {
+            wgmma_wait<0>();
+            register_fence(O);
+          });
+          wgmma_wait<0>();
+          register_fence(O);
+          release_values();
+        };
+#pragma unroll 1
+        while (walk.tile > walk.last + 1) {
+          step(P, next_P);
+          step(next_P, P);
+        }
+      }
+
 #pragma unroll 1
       while (walk.next()) {
-        if (kCentersV && (walk.tile + 1) % kStretchTiles == 0) leave_stretch(p, rows, (walk.tile + 1) / kStretchTiles);
+        if (kCentersV) leave_old_stretch();
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         if constexpr (!kPairs) values.wait_full();
         take_tile(walk);
@@ -318,13 +363,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       register_fence(O);
       wgmma_fence();
       issue_values(O, P, v_operand());
-      if (kQStages == 1) leave_q();
+      if (!kOThroughQ) leave_q();
       wgmma_wait<0>();
       register_fence(O);
       release_values();
-      if (kCentersV)
-        add_means(p, kQStages > 1 ? load_place(view) : place, O, rows, walk.last / kStretchTiles, last_stretch);
-    } else if (kQStages > 1) {
+      if (kCentersV) add_means(p, head.kv_head, O, rows, walk.last / kStretchTiles, last_stretch);
+    } else if (kOThroughQ) {
       release_q();
     } else {
       leave_q();
@@ -336,12 +380,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       rows.sum[0] = quad_sum(rows.sum[0]);
       rows.sum[1] = quad_sum(rows.sum[1]);
     }
-    if (kQStages > 1) {
-      place = load_place(view);
+    if (kOThroughQ) {
+      place_rows();
       named_barrier_sync(barrier, 128);  // every warp has read Q
     }
     const u32 last_flag = smem + kLayout.last + 4 * consumer();
-    if (!kSplitTail || combine_splits(p, place, rows, O, barrier, last_flag)) finish(p, place, rows, O, strip);
+    if (!kSplitTail || combine_splits(p, place, rows, O, barrier, last_flag))
+      finish(p, place, rows, O, head.values, strip);
     leaving = kLayout.q_empty + 8 * q_buffers.ring.stage();
     q_buffers.advance();
   }
@@ -354,7 +399,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     fulgur_forward(const __grid_constant__ ForwardParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   if (threadIdx.x == 0) {
-    QBuffers::init(smem, 1, 4 * kConsumers);
+    QBuffers::init(smem, kHasCodes ? 2 : 1, 4 * kConsumers);
     KBuffers::init(smem, kPairs ? 2 : 1, 4 * kConsumers);
     if constexpr (!kPairs) VBuffers::init(smem, 1, 4 * kConsumers);
     mbarrier_init(smem + kLayout.v_tail, 1);

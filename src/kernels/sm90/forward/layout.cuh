@@ -18,6 +18,9 @@ enum : int {
   kOPanels = panels_of(ElementO::kType, kValueDim),
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
   kCentersV = ElementV::kType == kE4M3,       // V lies in steps (sm90/forward/values.cuh)
+  kOThroughQ = kQStages > 1 && !kCentersV,    // O leaves through the buffer that Q was in
+  // Of wide heads the tensor cores bind, and a strip's softmax overlaps with its own products; others want registers.
+  kPInTurns = kCentersV && kValueDim > 128 && kScoreMode == 0,
   kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
   kBiasPanels = bias_panels(kBias, kBlockKeys),
   kBiasTiles = kBiasRows ? kConsumers : 1,

@@ -21,9 +21,16 @@ struct ForwardTile {
   bool maps_tiles = false;
 };
 
+// What the codes of a q tile's head are multiplied by (attention/descale.cuh), and its kv head, counted over the batch.
+struct alignas(16) HeadOfCodes {
+  float first, then;  // products before they are scores, and scores
+  float values;
+  int kv_head;
+};
+
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct ForwardLayout {
-  int strip_bytes;  // Q, and where there are two buffers of it later O, of one warpgroup
+  int strip_bytes;  // Q, and where O leaves through its buffer later O, of one warpgroup
   int q_bytes, k_bytes, v_bytes;
   int bias;              // in a buffer of K: a tile for each warpgroup, or one for all
   int strip_bias_bytes;  // of a warpgroup's
@@ -34,11 +41,12 @@ struct ForwardLayout {
   int last;  // one int per consumer: its split is the last to finish
   int dropout_key;
   int told;  // with a map a ToldTile per K buffer
+  int head;  // with codes a HeadOfCodes per Q buffer
   int end, bytes;
 };
 
-// Keys of a stretch, of which V has a mean of its own (sm90/forward/values.cuh): about 3072, in whole tiles.
-FULGUR_SHARED int stretch_keys(int block_keys) { return 3072 / block_keys * block_keys; }
+// Keys of a stretch, of which V has a mean of its own (sm90/forward/values.cuh): about 1536, in whole tiles.
+FULGUR_SHARED int stretch_keys(int block_keys) { return 1536 / block_keys * block_keys; }
 
 // CTAs of sm90/forward/values.cu keep 32 columns of a stretch: of a step 32 keys of 32 bytes, and as many more, so that
 // words of four steps lie in different banks; and before them a warp's sums of columns, twice.
@@ -50,7 +58,7 @@ FULGUR_SHARED int values_shared_bytes(int keys, int block_keys) {
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   ForwardLayout map = {};
-  const int o_panels = tile.q_stages > 1 ? panels_of(tile.types.o, tile.value_dim) : 0;
+  const int o_panels = tile.q_stages > 1 && tile.types.v != kE4M3 ? panels_of(tile.types.o, tile.value_dim) : 0;
   map.strip_bytes = kStripPanelBytes * max_of(panels_of(tile.types.q, tile.head_dim), o_panels);
   map.q_bytes = tile.consumers * map.strip_bytes;
   map.k_bytes = panels_of(tile.types.k, tile.head_dim) * tile.block_keys * kPanelRowBytes;
@@ -74,7 +82,8 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;
   map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
   map.told = (map.dropout_key + 8 + 15) / 16 * 16;
-  map.end = map.told + (tile.maps_tiles ? int(sizeof(ToldTile)) * tile.k_stages : 0);
+  map.head = map.told + (tile.maps_tiles ? int(sizeof(ToldTile)) * tile.k_stages : 0);
+  map.end = map.head + (tile.types.q == kE4M3 ? int(sizeof(HeadOfCodes)) * tile.q_stages : 0);
   map.bytes = map.q_full + kControlBytes;
   return map;
 }

@@ -38,9 +38,10 @@ __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, 
 // O leaves through the shared memory of this warp's rows of Q; from registers where the plan says so, and where a store
 // of 16 rows would overwrite the next packed sequence. False when the rows are not all finite.
 __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place& place, const Lengths& n, int row,
-                                             float (&O)[kValueDim / 2], const Rows& rows, u32 shared) {
-  const float scale0 = output_scale(p, place, rows.sum[0], rows.shift[0]);
-  const float scale1 = output_scale(p, place, rows.sum[1], rows.shift[1]);
+                                             float (&O)[kValueDim / 2], const Rows& rows, float v_descale,
+                                             u32 shared) {
+  const float scale0 = output_scale(p, place.head, rows.sum[0], rows.shift[0], v_descale);
+  const float scale1 = output_scale(p, place.head, rows.sum[1], rows.shift[1], v_descale);
   Finite<ElementO> finite;
   if (kStore != kStoreTiles || (kPacked && row + 16 > n.sq))
     store_global_rows(p, place, n, row, O, scale0, scale1, finite);
@@ -51,11 +52,11 @@ __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place
 
 // Writes this warp's 16 rows; `shared` is where its warpgroup's Q was.
 __device__ __forceinline__ void finish(const ForwardParams& p, const Place& place, const Rows& rows,
-                                       float (&O)[kValueDim / 2], u32 shared) {
+                                       float (&O)[kValueDim / 2], float v_descale, u32 shared) {
   const Lengths n = lengths_of(p, place.batch);
   const int row = place.row + warp_row();
   if (row >= n.sq) return;
-  const bool finite = write_output(p, place, n, row, O, rows, shared + warp_row() * kPanelRowBytes);
+  const bool finite = write_output(p, place, n, row, O, rows, v_descale, shared + warp_row() * kPanelRowBytes);
   if (kHasLse) store_global_lse(p, place, n, row + thread_row(), rows);
   if (kHidesKeys && __any_sync(0xffffffff, !finite)) {
     tma_store_wait();

@@ -43,6 +43,7 @@
 //                   writes multiples of 16 bytes
 //   kFewQueries     sequences of up to so many queries are a decode kernel's
 //   kSplitTail      1: some blocks are cut into splits (host_device/work_tiles.h)
+//   kEarlyStarts    1: starts while the kernel that prepares V runs (device/dependent_launch.cuh)
 //
 // cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's
 // options. A launch is as many CTAs as the SMs hold, or as there are q tiles, of 128 * (kConsumers + 1) threads;

@@ -4,6 +4,8 @@
 #include "sm90/common/ring.cuh"
 #include "sm90/common/work_tiles.cuh"
 #include "attention/pages.cuh"
+#include "attention/descale.cuh"
+#include "device/dependent_launch.cuh"
 #include "sm90/ptx/tma.cuh"
 #include "sm90/forward/layout.cuh"
 #include "sm90/forward/params.h"
@@ -22,6 +24,17 @@ __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
   return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
 }
 
+__device__ __forceinline__ u32 head_address(u32 smem, u32 stage) {
+  return smem + kLayout.head + sizeof(HeadOfCodes) * stage;
+}
+
+// Reads the descales.
+__device__ __forceinline__ HeadOfCodes head_of_codes(const ForwardParams& p, int batch, int head) {
+  const int kv_head = head / p.group;
+  const ProductScale scale = product_scale(p, batch, kv_head);
+  return {scale.first, scale.then, value_descale(p, batch, kv_head), batch * (p.hq / p.group) + kv_head};
+}
+
 // The keys of a q tile. The division by the heads of a group is made once for all of its tiles: it takes longer than
 // the rest of a load.
 struct Keys {
@@ -35,6 +48,17 @@ __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& til
   return {n.k_start, n.sk, tile.head / p.group, kPackedK ? 0 : tile.batch, p.bias.head == 0 ? 0 : tile.head,
           p.bias.batch == 0 ? 0 : tile.batch,
           kCentersV ? first_image_tile(p, tile.batch, tile.head / p.group, n.k_start) : 0};
+}
+
+// Asks for the means of V that a q tile will want in the end.
+__device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_head, const KeyTiles& keys) {
+  constexpr int kLineFloats = 32;
+  const float* const means = means_of(p, kv_head);
+  const int end = (keys.end - 1) / kStretchTiles + 1;
+#pragma unroll 1
+  for (int i = keys.begin / kStretchTiles * kValueDim + threadIdx.x % 32 * kLineFloats; i < end * kValueDim;
+       i += 32 * kLineFloats)
+    prefetch_global(means + i);
 }
 
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
@@ -58,6 +82,8 @@ struct Loader {
     const u32 full = q.full();
     const u32 buffer = q.address();
     if (elect_one()) {
+      HeadOfCodes head = {};
+      if (kHasCodes && tile.block >= 0) head = head_of_codes(p, tile.batch, tile.head);
 #pragma unroll
       for (int strip = 0; strip < kConsumers; ++strip) {
         View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_row(strip));
@@ -76,6 +102,10 @@ struct Loader {
                      {ElementQ::kPanelColumns * panel, n.q_start + strip_row(strip), tile.head,
                       kPacked ? 0 : tile.batch},
                      Keep::kShort);
+      }
+      if constexpr (kHasCodes) {
+        store_shared_struct(head_address(smem, q.ring.stage()), head);
+        mbarrier_arrive(full);
       }
     }
     q.advance();
@@ -153,6 +183,7 @@ struct Loader {
     v.wait_empty();
     const u32 full = v.full();
     const u32 buffer = v.address();
+    wait_for_earlier_kernels();  // they prepare V
     if constexpr (kCentersV) {
       if (elect_one()) {
         mbarrier_arrive_expect(full, kLayout.v_bytes);

@@ -1,6 +1,8 @@
 // V for products of e4m3: centred, rounded to codes again, and laid out as key tiles lie in shared memory. A CTA takes
 // 32 columns of a stretch (sm90/forward/values.cuh), whose codes it keeps in shared memory.
 #include "device/codes.cuh"
+#include "device/cp_async.cuh"
+#include "device/dependent_launch.cuh"
 #include "sm90/forward/values.cuh"
 
 enum : int {
@@ -8,7 +10,7 @@ enum : int {
   kColumns = kStepBytes,                   // of a CTA
   kGroups = kColumns / kCodesAtOnce,       // of columns that a thread loads
   kRowsAtOnce = kValuesThreads / kGroups,
-  kRowsAhead = 8,
+  kRowsTogether = 8,                       // whose sum f16 holds
   kWords = kColumns / 4,                   // of a row in shared memory, one a thread
   kStepsAtOnce = kValuesThreads / kWords,
 };
@@ -18,6 +20,13 @@ extern __shared__ __align__(1024) unsigned char raw[];
 // Where the codes of a key lie in shared memory.
 __device__ __forceinline__ int offset_of(int key) {
   return 2 * kValuesSumsBytes + key / ElementV::kStep * kValuesStepBytes + key % ElementV::kStep * kColumns;
+}
+
+__device__ __forceinline__ uint2* codes_at(int offset) { return reinterpret_cast<uint2*>(raw + offset); }
+
+// Half of a word of codes.
+__device__ __forceinline__ u32 numbers_of(u32 codes, int half) {
+  return e4m3_to_f16(static_cast<unsigned short>(codes >> 16 * half));
 }
 
 // The key of a step whose code is byte j of word i of a column, in the order in which a thread of the forward kernel
@@ -44,23 +53,27 @@ __device__ __forceinline__ float mean_of(const float (*sums)[kColumns], int colu
   return sum == sum ? sum / count : 0;
 }
 
-// The row of one of a thread's columns in the image. Lanes exchange halves with their neighbours, whose columns are the
-// next four or those before, so that a pair stores whole rows. Halves lie as the swizzle wants: the other way round in
-// the rows of odd lanes.
+// The row in the image of column i of a thread's four, columns 4 w to 4 w + 3 of 32: accumulators 2 q and 2 q + 1 of
+// the j-th 8 are columns 8 q + 2 j and 8 q + 2 j + 1.
+__device__ __forceinline__ int row_of_column(int w, int i) { return w % 2 * 16 + i / 2 * 8 + w / 2 * 2 + i % 2; }
+
+// A row of the image. Lanes exchange halves with their neighbours, whose columns are the next four or those before, so
+// that a pair stores whole rows. Halves lie as the swizzle wants: the other way round in rows 4 to 7 of 8.
 __device__ __forceinline__ void store_row(unsigned char* row, const u32 (&word)[8]) {
-  constexpr int kToNeighbour = 4 * kStepBytes;
-  const bool odd = threadIdx.x % 2;
+  constexpr int kToNeighbour = 16 * kStepBytes;
+  const bool odd = threadIdx.x % 2, swapped = threadIdx.x % kWords / 4;
   u32 got[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) got[i] = __shfl_xor_sync(0xffffffff, odd ? word[i] : word[4 + i], 1);
   uint4* const of_even = reinterpret_cast<uint4*>(row - (odd ? kToNeighbour : 0));
   uint4* const of_odd = reinterpret_cast<uint4*>(row + (odd ? 0 : kToNeighbour));
-  of_even[odd] = odd ? uint4{got[0], got[1], got[2], got[3]} : uint4{word[0], word[1], word[2], word[3]};
-  of_odd[!odd] = odd ? uint4{word[4], word[5], word[6], word[7]} : uint4{got[0], got[1], got[2], got[3]};
+  of_even[odd != swapped] = odd ? uint4{got[0], got[1], got[2], got[3]} : uint4{word[0], word[1], word[2], word[3]};
+  of_odd[odd != swapped] = odd ? uint4{word[4], word[5], word[6], word[7]} : uint4{got[0], got[1], got[2], got[3]};
 }
 
-extern "C" __global__ void __launch_bounds__(kValuesThreads, 2)
+extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
     fulgur_forward_values(const __grid_constant__ ForwardParams p) {
+  let_next_kernel_start();
   constexpr int kSlabs = kValueDim / kColumns;
   float(*const sums)[kColumns] = reinterpret_cast<float(*)[kColumns]>(raw);
   float(*const rests)[kColumns] = reinterpret_cast<float(*)[kColumns]>(raw + kValuesSumsBytes);
@@ -81,31 +94,36 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 2)
     const bool aligned = (v.batch | v.row | v.head | reinterpret_cast<long long>(v.data)) % kCodesAtOnce == 0;
     const int group = threadIdx.x % kGroups, mine = threadIdx.x / kGroups;
     const int column = slab * kColumns + group * kCodesAtOnce;
+    const bool whole = aligned && column + kCodesAtOnce <= p.dv;
     const unsigned char* const from = static_cast<const unsigned char*>(v.data) + kv_head * v.head +
                                       (kPackedK ? 0 : batch * v.batch) + (n.k_start + first) * v.row + column;
+    const int rows = steps * ElementV::kStep;
+    const u32 shared = u32(__cvta_generic_to_shared(raw));
+#pragma unroll 4
+    for (int key = mine; key < rows; key += kRowsAtOnce) {
+      const int to = offset_of(key) + group * kCodesAtOnce;
+      if (whole) async_copy_piece<kCodesAtOnce>(shared + to, from + key * v.row, key < keys);
+      else *codes_at(to) = load_codes(from + key * v.row, key < keys ? p.dv - column : 0, 1, false);
+    }
+    async_copy_commit();
+    async_copy_wait<0>();
     float sum[kCodesAtOnce] = {};
 #pragma unroll 1
-    for (int row = mine; row < steps * ElementV::kStep; row += kRowsAhead * kRowsAtOnce) {
-      uint2 x[kRowsAhead];
+    for (int row = mine; row < rows; row += kRowsTogether * kRowsAtOnce) {
+      uint2 x[kRowsTogether];
 #pragma unroll
-      for (int i = 0; i < kRowsAhead; ++i) {
+      for (int i = 0; i < kRowsTogether; ++i) {
         const int key = row + i * kRowsAtOnce;
-        x[i] = load_codes(from + key * v.row, key < keys ? p.dv - column : 0, 1, aligned);
+        x[i] = key < rows ? *codes_at(offset_of(key) + group * kCodesAtOnce) : uint2{0, 0};
       }
 #pragma unroll
-      for (int i = 0; i < kRowsAhead; ++i) {
-        const int key = row + i * kRowsAtOnce;
-        if (key < steps * ElementV::kStep)
-          *reinterpret_cast<uint2*>(raw + offset_of(key) + group * kCodesAtOnce) = x[i];
+      for (int pair = 0; pair < kCodesAtOnce / 2; ++pair) {
+        u32 both = code_pair<kE4M3>(x[0], pair);
+#pragma unroll
+        for (int i = 1; i < kRowsTogether; ++i) both = Half::add(both, code_pair<kE4M3>(x[i], pair));
+        sum[2 * pair] += Half::low(both);
+        sum[2 * pair + 1] += Half::high(both);
       }
-#pragma unroll
-      for (int pair = 0; pair < kCodesAtOnce / 2; ++pair)
-#pragma unroll
-        for (int i = 0; i < kRowsAhead; i += 2) {
-          const u32 both = Half::add(code_pair<kE4M3>(x[i], pair), code_pair<kE4M3>(x[i + 1], pair));
-          sum[2 * pair] += Half::low(both);
-          sum[2 * pair + 1] += Half::high(both);
-        }
     }
     add_up_in_warp<kCodesAtOnce, kGroups>(sum, sums[threadIdx.x / 32]);
   }
@@ -113,20 +131,23 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 2)
 
   // W = (V - mean) / 2, for which no code is too large. M is the mean of what is left of V.
   const int word = threadIdx.x % kWords;
-  const int column = slab * kColumns + 4 * word;
-  u32 shift[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    shift[i] = Half::pack(-0.5f * mean_of(sums, 4 * word + 2 * i, float(keys)),
-                          -0.5f * mean_of(sums, 4 * word + 2 * i + 1, float(keys)));
+  u32* const shifts = reinterpret_cast<u32*>(sums);  // of columns, two of each
+  if (threadIdx.x < kColumns) {
+    const float half = -0.5f * mean_of(sums, int(threadIdx.x), float(keys));
+    shifts[threadIdx.x] = Half::pack(half, half);
+  }
+  __syncthreads();
+  const uint4 four = reinterpret_cast<const uint4*>(shifts)[word];
+  const u32 shift[4] = {four.x, four.y, four.z, four.w};
   unsigned char* const image =
       p.values.image + (first_image_tile(p, batch, kv_head, n.k_start) + first / kBlockKeys) * kBlockKeys * kValueDim +
-      column * kStepBytes;
+      slab * kColumns * kStepBytes;
   float rest[4] = {};
 #pragma unroll 1
   for (int at = threadIdx.x / kWords; at < (steps + 3) / 4 * 4; at += kStepsAtOnce) {  // whole warps
     const int step = min(at, steps - 1);
     u32 of_column[4][8];
+    u32 left[4];  // of V, sums of half of the keys each
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       u32 x[4];
@@ -134,30 +155,37 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 2)
       for (int j = 0; j < 4; ++j)
         x[j] = *reinterpret_cast<const u32*>(raw + offset_of(step * ElementV::kStep + place(i, j)) + 4 * word);
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {
-        u32 w[4], left[4];
+      for (int j = 0; j < 4; j += 2) {  // two keys of columns j and j + 1 a word
+        const u32 first = __byte_perm(x[0], x[1], j == 0 ? 0x5140 : 0x7362);
+        const u32 second = __byte_perm(x[2], x[3], j == 0 ? 0x5140 : 0x7362);
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const int key = step * ElementV::kStep + place(i, j);
-          const u32 v = e4m3_to_f16(static_cast<unsigned short>(x[j] >> 16 * pair));
-          w[j] = f16_to_e4m3(Half::fma(v, 0x38003800, shift[pair]));                             // 0.5
-          left[j] = Half::fma(e4m3_to_f16(static_cast<unsigned short>(w[j])), 0xc000c000, v);  // -2
-          if (key >= keys || at != step) left[j] = 0;
+        for (int k = j; k < j + 2; ++k) {
+          const u32 a = numbers_of(first, k - j), b = numbers_of(second, k - j);
+          const u32 w = f16_to_e4m3(Half::fma(a, 0x38003800, shift[k]), Half::fma(b, 0x38003800, shift[k]));  // 0.5
+          of_column[k][i] = w;
+          const u32 left_of_a = Half::fma(numbers_of(w, 0), 0xc000c000, a);  // -2
+          const u32 both = Half::add(left_of_a, Half::fma(numbers_of(w, 1), 0xc000c000, b));
+          left[k] = i == 0 ? both : Half::add(left[k], both);
         }
-        const u32 lefts = Half::add(Half::add(left[0], left[1]), Half::add(left[2], left[3]));
-        rest[2 * pair] += Half::low(lefts);
-        rest[2 * pair + 1] += Half::high(lefts);
-        const u32 low = w[0] | w[1] << 16, high = w[2] | w[3] << 16;
-        of_column[2 * pair][i] = __byte_perm(low, high, 0x6420);
-        of_column[2 * pair + 1][i] = __byte_perm(low, high, 0x7531);
+      }
+    }
+    // Keys after the last one were zeros.
+    const int missing = at != step ? 0 : min(max((step + 1) * ElementV::kStep - keys, 0), +ElementV::kStep);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (at == step) rest[j] += Half::low(left[j]) + Half::high(left[j]);
+      if (missing > 0) {
+        const u32 of_zero = numbers_of(f16_to_e4m3(shift[j], shift[j]), 0);
+        rest[j] += 2 * float(missing) * Half::low(of_zero);
       }
     }
 #pragma unroll
-    for (int j = 0; j < 4; ++j) store_row(image + step * kVStepBytes + j * kStepBytes, of_column[j]);
+    for (int j = 0; j < 4; ++j)
+      store_row(image + step * kVStepBytes + row_of_column(word, j) * kStepBytes, of_column[j]);
   }
   add_up_in_warp<4, kWords>(rest, rests[threadIdx.x / 32]);
   __syncthreads();
   if (threadIdx.x < kColumns)
-    means_of(p, batch, kv_head)[stretch * kValueDim + slab * kColumns + threadIdx.x] =
+    means_of(p, batch * kv_heads + kv_head)[stretch * kValueDim + slab * kColumns + threadIdx.x] =
         mean_of(rests, int(threadIdx.x), float(keys));
 }

@@ -1,7 +1,8 @@
 // P V in e4m3. Its sums keep 13 bits below their largest term and cut off the rest of the others, so that n keys lose
 // n / 2^16 of what they add up to. Numbers of both signs lose as much of either: the keys of a sequence are cut into
 // stretches, and V of a stretch is 2 W + M + what W rounds, with M of a channel such that this has mean 0. The products
-// take W, in codes, and the share of a stretch in the softmax takes its M in f32 in the end.
+// take W, in codes, and the share of a stretch in the softmax takes its M in f32 in the end. Columns of W are permuted:
+// of 32 a thread's 8 in the accumulators of a product are adjacent ones of V.
 #pragma once
 #include "attention/pages.cuh"
 #include "attention/softmax.cuh"
@@ -20,10 +21,9 @@ __device__ __forceinline__ long long first_image_tile(const ForwardParams& p, in
          (kPackedK ? k_start / kBlockKeys + batch : 0);
 }
 
-// Where the means of a sequence begin.
-__device__ __forceinline__ float* means_of(const ForwardParams& p, int batch, int kv_head) {
-  const int kv_heads = p.hq / p.group;
-  return p.values.means + ((long long)(batch) * kv_heads + kv_head) * p.values.stretches * kValueDim;
+// Where the means of a sequence begin. `kv_head`: counted over the batch.
+__device__ __forceinline__ float* means_of(const ForwardParams& p, int kv_head) {
+  return p.values.means + (long long)(kv_head) * p.values.stretches * kValueDim;
 }
 
 // This thread's sums of row r, or of r + 8; of a stretch each.
@@ -42,33 +42,40 @@ __device__ __forceinline__ void leave_stretch(const ForwardParams& p, Rows& rows
   }
 }
 
+// The means of a stretch in this thread's columns.
+__device__ __forceinline__ void load_means(const ForwardParams& p, int kv_head, int stretch,
+                                           float (&mean)[kValueDim / 4]) {
+  const float* const from = means_of(p, kv_head) + stretch * kValueDim + threadIdx.x % 4 * 8;
+#pragma unroll
+  for (int i = 0; i < kValueDim / 4; i += 4) {
+    const Pack<float, 4> four = load_pack<4>(from + i / 8 * 32 + i % 8);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) mean[i + j] = four.x[j];
+  }
+}
+
 // O of W becomes O of V, and the sums, of this thread's columns of stretch `first` alone, those of rows. The row has
 // left the stretches after it, up to `last`.
-__device__ __forceinline__ void add_means(const ForwardParams& p, const Place& place, float (&O)[kValueDim / 2],
-                                          Rows& rows, int first, int last) {
+__device__ __forceinline__ void add_means(const ForwardParams& p, int kv_head, float (&O)[kValueDim / 2], Rows& rows,
+                                          int first, int last) {
   __syncwarp();
-  const float* means = means_of(p, place.batch, place.head / p.group) + thread_column();
+  float weight[2] = {quad_sum(rows.sum[0]), quad_sum(rows.sum[1])};
   float sum[2] = {0, 0};
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; ++i) O[i] *= 2;
 #pragma unroll 1
-  for (int stretch = first; stretch <= last; ++stretch) {
-    float weight[2];
+  for (int stretch = first;; ++stretch) {
+    float mean[kValueDim / 4];
+    load_means(p, kv_head, stretch, mean);
+#pragma unroll
+    for (int i = 0; i < kValueDim / 2; ++i) O[i] += weight[i / 2 % 2] * mean[i / 4 * 2 + i % 2];
+    sum[0] += weight[0];
+    sum[1] += weight[1];
+    if (stretch == last) break;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (stretch == first) {
-        weight[half] = quad_sum(rows.sum[half]);
-      } else {
-        const RowSum left = sums_of_row(p, half)[stretch];
-        weight[half] = left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[half] - left.shift);
-      }
-      sum[half] += weight[half];
-    }
-#pragma unroll
-    for (int i = 0; i < kValueDim / 2; i += 4) {  // 8 columns
-      const float* mean = means + stretch * kValueDim + 2 * i;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) O[i + j] += weight[j / 2] * mean[j % 2];
+      const RowSum left = sums_of_row(p, half)[stretch + 1];
+      weight[half] = left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[half] - left.shift);
     }
   }
   rows.sum[0] = sum[0];
