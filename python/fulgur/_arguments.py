@@ -318,15 +318,15 @@ def empty(shape, dtype, like):
     dtype = _NUMPY_NAMES[dtype]
     if _is_torch(like):
         return like.new_empty(shape, dtype=getattr(sys.modules["torch"], dtype))
-    on_gpu = not isinstance(like, np.ndarray) and on_gpu(like)
-    if on_gpu and hasattr(like, "__array_namespace__"):
+    is_on_gpu = not isinstance(like, np.ndarray) and on_gpu(like)
+    if is_on_gpu and hasattr(like, "__array_namespace__"):
         namespace = like.__array_namespace__()
         return namespace.empty(shape, dtype=getattr(namespace, dtype), device=like.device)
     if dtype in _DLPACK_CODES:
         import ml_dtypes
 
         dtype = getattr(ml_dtypes, dtype)
-    if not on_gpu:
+    if not is_on_gpu:
         return np.empty(shape, dtype)
     if not _is_cupy(like):  # which has no __array_namespace__, as of version 14
         raise TypeError(
