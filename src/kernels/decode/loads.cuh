@@ -329,24 +329,22 @@ class LaneLoader {
     constexpr int kBytes = row_of_blocks(Type::kType, columns), kCopied = copied_row_of_blocks(Type::kType, columns);
     constexpr int kBlocks = columns / kBlockColumns;
     constexpr int kChunks = bits_of(Type::kType) / 4, kOfPanel = panel_bytes / 16;  // of a block, of a row of a panel
-    u32 x[kScaleKeys][kBlocks][4 * kChunks], scale[kScaleKeys][kBlocks];
+    u32 x[kScaleKeys][kCopied / 4];
 #pragma unroll
     for (int i = 0; i < kScaleKeys; ++i) {
       if (scale_key(i) < 0) continue;
-      const u32 row = rows + scale_key(i) * kCopied + u32(load_shared(row_start_place<tensor>(scales, scale_key(i))));
+      const u32 row = rows + scale_key(i) * kCopied;
+      const u32 start = u32(load_shared(row_start_place<tensor>(scales, scale_key(i))));
 #pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-        const u32 at = row + kBytes / kBlocks * block;
-        const bool upper = at & 2;  // the block begins with half a word
-        u32 word = u32(load_shared(at & ~3u));
-        scale[i][block] = upper ? word >> 16 : word;
+      for (int j = 0; j < kCopied / 4; j += 4) load_shared16(row + 4 * j, x[i] + j);
+      // To where they begin: by one word, by two, by half a word.
+      u32 (&word)[kCopied / 4] = x[i];
 #pragma unroll
-        for (int j = 0; j < 4 * kChunks; ++j) {
-          const u32 next = u32(load_shared((at & ~3u) + 4 * j + 4));
-          x[i][block][j] = __byte_perm(word, next, upper ? 0x7654 : 0x5432);
-          word = next;
-        }
-      }
+      for (int j = 0; j + 1 < kCopied / 4; ++j) word[j] = start & 4 ? word[j + 1] : word[j];
+#pragma unroll
+      for (int j = 0; j + 2 < kCopied / 4; ++j) word[j] = start & 8 ? word[j + 2] : word[j];
+#pragma unroll
+      for (int j = 0; j + 1 < kCopied / 4; ++j) word[j] = __byte_perm(word[j], word[j + 1], start & 2 ? 0x5432 : 0x3210);
     }
     sync();
 #pragma unroll
@@ -357,11 +355,19 @@ class LaneLoader {
 #pragma unroll
         for (int j = 0; j < kChunks; ++j) {
           const int chunk = block * kChunks + j;
+          u32 codes[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const u32* const word = x[i] + kBytes / kBlocks * block / 4 + 4 * j + k;
+            codes[k] = block % 2 == 0 ? __byte_perm(word[0], word[1], 0x5432) : word[1];
+          }
           store_shared16(rows + chunk / kOfPanel * (kBlockKeys * panel_bytes) +
                              chunk_place<panel_bytes>(scale_key(i), chunk % kOfPanel),
-                         x[i][block] + 4 * j);
+                         codes);
         }
-        store_shared_u16(scale_place<tensor>(scales, scale_key(i), block), scale[i][block]);
+        // An even block begins with a word, an odd one in the middle of one.
+        const u32 scale = x[i][kBytes / kBlocks * block / 4] >> (block % 2 == 0 ? 0 : 16);
+        store_shared_u16(scale_place<tensor>(scales, scale_key(i), block), scale);
       }
     }
   }

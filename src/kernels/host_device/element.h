@@ -24,7 +24,9 @@ constexpr int kBlockColumns = 32;
 FULGUR_SHARED int row_of_blocks(Element type, int dim) {
   return dim / kBlockColumns * (2 + kBlockColumns * bits_of(type) / 8);
 }
-FULGUR_SHARED int copied_row_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 14 + 15) / 16 * 16; }
+FULGUR_SHARED int copied_row_of_blocks(Element type, int dim) {
+  return ((row_of_blocks(type, dim) + 14 + 15) / 16 | 1) * 16;  // rows that lanes read side by side share no banks
+}
 
 // The types of a kernel's operands. A gradient has that of its tensor.
 struct Operands {
