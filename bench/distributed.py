@@ -351,7 +351,8 @@ def ring_attention(own_kernels, group):
 
 def rows_of_table(args):
     """(case, ranks, way), those that say most first."""
-    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "ring": 4, "ring_fulgur": 4, "torch_fulgur": 5, "torch": 6}
+    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "ring": 4, "ring_fulgur": 4, "torch_fulgur": 5,
+                  "torch": 6}
     middle = 1 << 17
     rows = []
     for at, case in enumerate(cases_of(args)):

@@ -150,7 +150,8 @@ def measure(library, name, lock, deterministic):
                                                  BLOCK_SIZE=size)
     heads_first = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
     compiled = torch.compile(flex_attention)
-    flex = lambda: compiled(*heads_first, score_mod=flex_score and flex_score(known), block_mask=block_mask)  # noqa: E731
+    scored = flex_score and flex_score(known)
+    flex = lambda: compiled(*heads_first, score_mod=scored, block_mask=block_mask)  # noqa: E731
     y = flex()
     torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
     seen = torch.zeros((), device="cuda", dtype=torch.int64)
@@ -168,7 +169,8 @@ def measure(library, name, lock, deterministic):
                     lambda: torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True))
             with torch.no_grad() if which == "forward" else torch.enable_grad():
                 theirs = milliseconds(peer)
-            cells.append(f"{flops / times[which] / 1e9:.0f} | {flops / theirs / 1e9:.0f} | {theirs / times[which]:.2f} | "
+            cells.append(f"{flops / times[which] / 1e9:.0f} | {flops / theirs / 1e9:.0f} | "
+                         f"{theirs / times[which]:.2f} | "
                          f"{map_microseconds(run):.1f} of {1e3 * times[which]:.0f} us")
         expected = torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
         pairs = [(out, y), *zip(grads.values(), expected)]

@@ -344,7 +344,9 @@ class LaneLoader {
 #pragma unroll
       for (int j = 0; j + 2 < kCopied / 4; ++j) word[j] = start & 8 ? word[j + 2] : word[j];
 #pragma unroll
-      for (int j = 0; j + 1 < kCopied / 4; ++j) word[j] = __byte_perm(word[j], word[j + 1], start & 2 ? 0x5432 : 0x3210);
+      for (int j = 0; j + 1 < kCopied / 4; ++j) {
+        word[j] = __byte_perm(word[j], word[j + 1], start & 2 ? 0x5432 : 0x3210);
+      }
     }
     sync();
 #pragma unroll

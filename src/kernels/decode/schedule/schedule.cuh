@@ -1,7 +1,7 @@
 // The schedule of a plan: which work tiles a CTA computes, and how their partial results are combined. A schedule is a
 // type, which kernel_config.h names. An object of it is what a warp knows of the work tile at hand. Its members:
-//   first(p, tile)              the first work tile of the CTA; false where it has none. All threads of the CTA call it,
-//                               and on the warpgroup path meet at a barrier in it
+//   first(p, tile)              the first work tile of the CTA; false where it has none. All threads of the CTA call
+//                               it, and on the warpgroup path meet at a barrier in it
 //   next(p, tile, ahead)        goes on from a work tile to the next one; false after the last. Every warp calls it for
 //                               itself; `ahead`: for the loads of a warp that goes there again for its products
 //   partial_of(p, tile, split)  where a split of the work tile's q block leaves its partial result

@@ -266,8 +266,8 @@ struct Exponents {
   u32 shift;           // address of -LSE of that row
 };
 
-__device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n, int batch,
-                                                   int key, const QBuffers& q) {
+__device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const Step& step, const Lengths& n,
+                                                   int batch, int key, const QBuffers& q) {
   const int row = step.row + int(thread_column());
   const ScoreHead head = kExpressions || kMapsTiles ? score_head(p, n, batch, step.head)
                                        : head_of_slope(__int_as_float(step.head));

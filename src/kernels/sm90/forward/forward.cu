@@ -45,8 +45,8 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const int end = first_strip(n.sq, kConsumers, tile.block + 1);
     if (tile.block < 0 || kStripRows * strip < n.sq) {
       const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile);
-      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the splits of
-      // a block, which add up strip by strip, agree on whose strip is whose.
+      // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the splits
+      // of a block, which add up strip by strip, agree on whose strip is whose.
       flip = kHidesKeys && !(kSplitTail && tile.split >= 0) && !flip;
       const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
         const int mine = strip + (flip ? kConsumers - 1 - group : group);
@@ -268,8 +268,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const auto decide_dropout = [&] {  // with the products
       if (!kDropout) return;
       const Place at = load_place(view);
-      kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, at.batch, at.head), at.row + warp_row(),
-                                     walk.tile * kBlockKeys);
+      kept = kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, at.batch, at.head),
+                                     at.row + warp_row(), walk.tile * kBlockKeys);
     };
     Rows rows = rows_without_keys();
 #pragma unroll
