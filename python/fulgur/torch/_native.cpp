@@ -1,5 +1,6 @@
-// What _direct.py needs of PyTorch for a call that is recorded: a node that is C++'s. Compiled against
-// the PyTorch that is installed (_native.py); what a call and its gradients mean is not said here.
+// What _direct.py needs of PyTorch for a call that is recorded: a node that is C++'s. Compiled
+// against the PyTorch that is installed (_native.py); what a call and its gradients mean is not
+// said here.
 
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -162,10 +163,9 @@ PyObject* record(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   END_HANDLE_TH_ERRORS
 }
 
-PyMethodDef methods[] = {
-    {"record", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(record)), METH_FASTCALL,
-     nullptr},
-    {}};
+PyMethodDef methods[] = {{"record", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(record)),
+                          METH_FASTCALL, nullptr},
+                         {}};
 PyModuleDef module{PyModuleDef_HEAD_INIT,
                    "fulgur_native",
                    nullptr,
