@@ -1,5 +1,6 @@
 // The end of a work tile: what its warp groups have is combined, and stored as O and LSE or as a partial result.
 #pragma once
+#include "kernel_config.h"  // before host_device/expression.h, which looks for FULGUR_EXPRESSIONS
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/schedule/schedule.cuh"
