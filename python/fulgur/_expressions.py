@@ -351,6 +351,9 @@ def expand_blocks(offsets, indices, key_blocks):
     Returns:
         Bools ``(..., row blocks, key_blocks)``, a fresh array of the kind of offsets.
 
+    Raises:
+        ValueError, TypeError: an argument is wrong, or a list's blocks are not ascending or not below key_blocks.
+
     >>> import numpy as np, fulgur
     >>> fulgur.expand_blocks(np.array([0, 1, 3]), np.array([0, 0, 2]), 3)
     array([[ True, False, False],
