@@ -119,7 +119,9 @@ struct ForwardArgs {
 
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
 /// gradient of out; dq, dk, dv take the gradients and have the shapes of q, k, v. dk and dv may
-/// both be f32, to be added to others before they are rounded.
+/// both be f32, to be added to others before they are rounded. dq may be left out, or dk and dv:
+/// what nobody wants is not computed, and with Options::invariant the rest has the bits that it has
+/// otherwise.
 struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
   Tensor dq{}, dk{}, dv{};

@@ -162,7 +162,7 @@ typedef struct fulgur_forward_args {
 typedef struct fulgur_backward_args {
   size_t struct_size;  ///< sizeof(fulgur_backward_args)
   const DLTensor *dout, *q, *k, *v, *out, *lse;
-  const DLTensor *dq, *dk, *dv;  ///< written
+  const DLTensor *dq, *dk, *dv;  ///< written; dq may be null, or dk and dv: not computed then
   const DLTensor* alibi_slopes;
   const DLTensor* rng_state;
   const DLTensor* sinks;   ///< as in fulgur_forward_args

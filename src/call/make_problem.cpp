@@ -360,6 +360,11 @@ Problem make_problem(const ForwardArgs& args, const Options& options) {
 Problem make_problem(const BackwardArgs& args, const Options& options) {
   if (args.dsinks.given() && !args.sinks.given()) fail("dsinks", "given without sinks");
   if (args.dbias.given() && !args.bias.given()) fail("dbias", "given without bias");
+  if (args.dk.given() != args.dv.given()) {
+    const bool has_dk = args.dk.given();
+    fail(has_dk ? "dv" : "dk", "not given, want it with {}", has_dk ? "dk" : "dv");
+  }
+  if (!args.dq.given() && !args.dk.given()) fail("dq", "not given, want it, or dk and dv");
   Problem p = make_shared(args, options);
   if (args.dsinks.given())
     check_dtype("dsinks", args.dsinks, args.sinks.dtype, "the dtype of sinks");
@@ -369,13 +374,15 @@ Problem make_problem(const BackwardArgs& args, const Options& options) {
   p.out = rows_layout(args.out);
   p.lse = lse_layout(args.lse);
   if (p.has(Arg::kDlse)) p.dlse = lse_layout(args.dlse);
-  p.dq = rows_layout(args.dq);
-  p.dk = rows_layout(args.dk);
-  p.dv_grad = rows_layout(args.dv);
+  if (p.wants_dq()) p.dq = rows_layout(args.dq);
+  if (p.wants_dk_dv()) {
+    p.dk = rows_layout(args.dk);
+    p.dv_grad = rows_layout(args.dv);
+    p.f32_key_gradients = args.dk.dtype != p.dtypes.k;
+  }
   if (args.dk.dtype != args.dv.dtype) {
     fail("dv", "got {}, want {}, the dtype of dk", name_of(args.dv.dtype), name_of(args.dk.dtype));
   }
-  p.f32_key_gradients = args.dk.dtype != p.dtypes.k;
   if (p.total_q == 0 && p.total_k == 0) drop_sequences(p);
   return p;
 }

@@ -45,9 +45,12 @@ void write_padding(const Problem& p, const Sequences& sequences, const ForwardAr
 }
 
 void write_padding(const Problem& p, const Sequences& sequences, const BackwardArgs& args) {
-  each_padding_of_q(p, sequences, [&](int64_t b, int64_t begin, int64_t count) {
-    zero_rows(args.dq, p.dq, b, begin, count, p.hq, p.d);
-  });
+  if (p.wants_dq()) {
+    each_padding_of_q(p, sequences, [&](int64_t b, int64_t begin, int64_t count) {
+      zero_rows(args.dq, p.dq, b, begin, count, p.hq, p.d);
+    });
+  }
+  if (!p.wants_dk_dv()) return;
   for (const Sequence& rows : sequences.padding()) {
     zero_rows(args.dk, p.dk, 0, rows.k_begin, rows.sk, p.hk, p.d);
     zero_rows(args.dv, p.dv_grad, 0, rows.k_begin, rows.sk, p.hk, p.dv);

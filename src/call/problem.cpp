@@ -48,7 +48,8 @@ std::string algorithm_rejected(Algorithm asked, std::initializer_list<Algorithm>
 
 double flops_per_score(const Problem& p) {
   const auto d = static_cast<double>(p.d), dv = static_cast<double>(p.dv);
-  return p.pass == Pass::kForward ? 2 * d + 2 * dv : 6 * d + 4 * dv;
+  if (p.pass == Pass::kForward) return 2 * d + 2 * dv;
+  return 2 * d + 2 * dv + (p.wants_dq() ? 2 * d : 0) + (p.wants_dk_dv() ? 2 * d + 2 * dv : 0);
 }
 
 double bytes(const Problem& p) {

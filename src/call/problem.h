@@ -124,6 +124,9 @@ struct Problem {
   /// The dtype of lse and dlse.
   DType lse_dtype() const { return dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
   bool has(Arg tensor) const { return given.has(tensor); }
+  /// Of a backward pass: which gradients of rows it has to compute, one of both at least.
+  bool wants_dq() const { return has(Arg::kDq); }
+  bool wants_dk_dv() const { return has(Arg::kDk); }
   /// All sequences have the same lengths, sq and sk.
   bool alike() const {
     return !packed && !packed_k && !has(Arg::kSeqUsedQ) && !has(Arg::kSeqUsedK) &&
@@ -155,8 +158,8 @@ struct HashOfProblem {
   size_t operator()(const Problem& problem) const;
 };
 
-/// 2 flops per multiply-add of the products of a visible score: S and O forward; S, dP, dQ, dK and
-/// dV backward.
+/// 2 flops per multiply-add of the products of a visible score: S and O forward; S and dP, and dQ,
+/// dK and dV where they are wanted, backward.
 double flops_per_score(const Problem& problem);
 
 /// Bytes of all tensors of the pass, each counted once.

@@ -120,7 +120,8 @@ enum class TensorType : uint8_t {
 enum class Place : uint8_t { kDevice, kHostToo };
 
 /// kUnlessAppend: required but in a call that appends, which names its caches instead.
-enum class Need : uint8_t { kRequired, kUnlessAppend, kOptional };
+/// kUnlessOther: required but where the call has other gradients of rows (make_problem).
+enum class Need : uint8_t { kRequired, kUnlessAppend, kUnlessOther, kOptional };
 
 enum class Access : uint8_t { kRead, kWritten };
 
@@ -203,9 +204,9 @@ struct TensorRule {
   T(v, kV, kRequired, kRead, kOwn, kInput, kDevice)                        \
   T(out, kOut, kRequired, kRead, kRowsOfOut, kInput, kDevice)              \
   T(lse, kLse, kRequired, kRead, kRowStatistics, kStatistics, kDevice)     \
-  T(dq, kDq, kRequired, kWritten, kRowsOfQ, kInput, kDevice)               \
-  T(dk, kDk, kRequired, kWritten, kRowsOfK, kKeyGradient, kDevice)         \
-  T(dv, kDv, kRequired, kWritten, kRowsOfV, kKeyGradient, kDevice)         \
+  T(dq, kDq, kUnlessOther, kWritten, kRowsOfQ, kInput, kDevice)            \
+  T(dk, kDk, kUnlessOther, kWritten, kRowsOfK, kKeyGradient, kDevice)      \
+  T(dv, kDv, kUnlessOther, kWritten, kRowsOfV, kKeyGradient, kDevice)      \
   T(alibi_slopes, kAlibiSlopes, kOptional, kRead, kSlopes, kF32, kHostToo) \
   T(rng_state, kRngState, kOptional, kRead, kSeedAndOffset, kI64, kDevice) \
   T(sinks, kSinks, kOptional, kRead, kHeads, kSinkType, kHostToo)          \

@@ -220,19 +220,19 @@ class Work {
   template <class Rows>
   void key_gradients(const std::vector<Item>& heads, const Rows& D_of) const {
     const int64_t splits = plan_.splits;
-    const int64_t accumulator = k_.dq_floats(p_, p_.group() * p_.sq);
+    const int64_t accumulator = p_.wants_dq() ? k_.dq_floats(p_, p_.group() * p_.sq) : 0;
     float* const dq = shared_ + plan_.dq_offset;
     const auto compute = [&](int64_t i, double* tensor_sums) {
       const int64_t split = i % splits;
       Task t = task(heads[i / splits].b, heads[i / splits].kv);
       t.tensor_sums = tensor_sums;
       float* part = dq + (splits > 1 ? i : thread_index()) * accumulator;
-      std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
+      if (p_.wants_dq()) std::fill_n(part, k_.dq_floats(p_, t.rows()), 0.0f);
       // Every splits-th group of tiles, so that a causal mask loads the splits alike.
       for (int64_t key = split * kTiles * kBc; key < t.s.sk; key += splits * kTiles * kBc) {
         k_.backward(t, args_, key, std::min(t.s.sk, key + kTiles * kBc), D_of(t), part, scratch());
       }
-      if (splits == 1) k_.backward_dq(t, args_, 0, t.rows(), &part, 1);
+      if (p_.wants_dq() && splits == 1) k_.backward_dq(t, args_, 0, t.rows(), &part, 1);
     };
     const int64_t tasks = static_cast<int64_t>(heads.size()) * splits;
     if (!p_.expressions.wants_gradients()) {
@@ -244,7 +244,7 @@ class Work {
         }
       });
     }
-    if (splits == 1) return;
+    if (splits == 1 || !p_.wants_dq()) return;
     std::vector<Item> blocks;  // `work` is the place among the heads
     for (int64_t i = 0; i < static_cast<int64_t>(heads.size()); ++i) {
       cut(heads[i], [&](Item block) {

@@ -178,7 +178,7 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   const int64_t accumulators = plan.splits > 1 ? heads * plan.splits : plan.threads;
   plan.scratch = k.backward_scratch(p);
   plan.dq_offset = ceil_div(p.total_q * p.hq, 16) * 16;
-  plan.shared = plan.dq_offset + accumulators * k.dq_floats(p, rows);
+  plan.shared = plan.dq_offset + (p.wants_dq() ? accumulators * k.dq_floats(p, rows) : 0);
   if (wants_dbias) plan_bias_gradient(p, plan);
 }
 

@@ -141,9 +141,9 @@ class StepMemory {
 /// What a rank computes with in a step: some queries and all keys, of some heads. Queries that stay
 /// where they are have no memory here.
 struct Step {
-  Part q, k, v, out, lse;            // both passes
-  Part dout, dlse, dq, dk, dv;       // backward; dk and dv: sums, or gradients
-  Part unused_dq, part_dk, part_dv;  // of a call
+  Part q, k, v, out, lse;       // both passes
+  Part dout, dlse, dq, dk, dv;  // backward; dk and dv: sums, or gradients
+  Part part_dk, part_dv;        // of a call, whose sums are added to others
 
   /// Gathered rows lie in `gathered`.
   Step(const RowsPlan& plan, StepMemory& gathered, StepMemory& arena, int64_t step) {
@@ -168,7 +168,7 @@ struct Step {
     const DType gradient = gathers ? p.dtypes.k : plan.sum_dtype();
     dk = arena.rows(gradient, batch, keys, hk, p.d);
     dv = arena.rows(gradient, batch, keys, hk, p.dv);
-    if (gathers) unused_dq = arena.rows(p.dtypes.q, batch, queries, hq, p.d);
+    if (gathers) return;
     part_dk = arena.rows(gradient, batch, keys, hk, p.d);
     part_dv = arena.rows(gradient, batch, keys, hk, p.dv);
   }

@@ -177,6 +177,10 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
     Args call = call_of(c, heads, step);
     const Options options = options_of(c.of, heads, c.run.begin, c.keys.begin);
     if constexpr (kBackward) {
+      if (plan_.gathers_queries()) {  // dk and dv by calls of their own
+        backward(call, options, c, heads, stream);
+        continue;
+      }
       const bool in_place = i == 0 && stores;
       const auto part = [&](const Part& x) { return c.of.of(x).rows(0, count_of(c.keys)); };
       const Part dk = in_place ? keys_of(c, step.dk) : part(step.part_dk);
@@ -184,7 +188,7 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
       call.dk = dk.tensor();
       call.dv = dv.tensor();
       backward(call, options, c, heads, stream);
-      if (plan_.gathers_queries() || in_place) continue;
+      if (in_place) continue;
       stream.order->add(dk, keys_of(c, step.dk));
       stream.order->add(dv, keys_of(c, step.dv));
     } else {
@@ -331,7 +335,6 @@ void StepCalls<Args>::compute_key_gradients(const Heads& heads, const Step& step
       call.bias = part_of_bias(args_.bias, s, heads, {0, count}, {run.begin, size});
       call.tensors = args_.tensors;
       take_rooms(call.tensors);  // unused, but calls without them have other kernels, and bits
-      call.dq = queries(step.unused_dq).tensor();
       call.dk = keys(step.dk);
       call.dv = keys(step.dv);
       fulgur::backward(call, options_of(s, heads, 0, run.begin), run_);
@@ -366,8 +369,6 @@ void StepCalls<Args>::compute_dsinks(const Heads& heads, const Step& step) {
     call.dout = step.dout.tensor();
     if (p_.has(Arg::kDlse)) call.dlse = step.dlse.lse();
     call.dq = step.dq.tensor();
-    call.dk = step.part_dk.rows(0, 0).tensor();
-    call.dv = step.part_dv.rows(0, 0).tensor();
     call.sinks = ConstTensor::contiguous(sinks.data(), dtype, {heads.count});
     std::byte* const room = memory_.room(Memory::kRow, p_.hq * int64_t{sizeof(double)});
     call.dsinks = Tensor::contiguous(room, dtype, {heads.count});

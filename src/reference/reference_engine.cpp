@@ -214,11 +214,12 @@ class Work {
         HeadExpressions expressions = expressions_of(b, h, s, of_tensors);
         const Backward g = backward_of(head(b, h, s, q, k, v, &expressions), f, gradient,
                                        bias_gradient(b, h, dbias));
-        scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
+        if (p_.wants_dq()) scatter(g.dq, args_.dq, p_.dq, b, s.q_begin, h, p_.d);
         if (!dsinks.empty()) dsinks[b * p_.hq + h] = g.dsink;
         std::transform(dk.begin(), dk.end(), g.dk.begin(), dk.begin(), std::plus<>());
         std::transform(dv.begin(), dv.end(), g.dv.begin(), dv.begin(), std::plus<>());
       }
+      if (!p_.wants_dk_dv()) return;
       scatter(dk, args_.dk, p_.dk, b, s.k_begin, kv, p_.d);
       scatter(dv, args_.dv, p_.dv_grad, b, s.k_begin, kv, p_.dv);
     });

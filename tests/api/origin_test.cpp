@@ -1,6 +1,10 @@
-// Calls that compute a part of a larger one (Options::origin): the same bits, and what is refused.
+// Calls that compute a part of a larger one (Options::origin), or some of its gradients: the same
+// bits, and what is refused.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <cmath>
 #include <utility>
 #include <vector>
 
@@ -210,6 +214,77 @@ TEST_P(OriginTest, GradientsOfKeysInF32) {
          {std::pair{dk.tensor(), w.backward.dk}, std::pair{dv.tensor(), w.backward.dv}}) {
       const std::vector<double> got = read(exact), want = read(rounded_to);
       for (size_t i = 0; i < got.size(); ++i) ASSERT_EQ(rounded(got[i], dtype), want[i]) << i;
+    }
+  }
+}
+
+// dq alone, and dk and dv alone, are those of a call that computes all of them.
+TEST_P(OriginTest, GradientsLeftOut) {
+  std::vector<Case> all = cases();
+  const Case packed{.dtype = DType::kBF16,
+                    .batch = 3,
+                    .sq = 150,
+                    .sk = 170,
+                    .hq = 2,
+                    .hk = 1,
+                    .mask = causal(),
+                    .layout = Layout::kPackedPadded,
+                    .seqused = true};
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    Case c = packed;
+    c.dtype = dtype;
+    all.push_back(c);
+    c.layout = Layout::kPadded;
+    c.seqused_q = true;
+    c.bias = Bias::kHeads;
+    all.push_back(c);
+    all.push_back({.dtype = dtype,
+                   .sq = 100,
+                   .sk = 140,
+                   .hq = 4,
+                   .hk = 2,
+                   .d = 256,
+                   .dv = 256,
+                   .mask = causal(),
+                   .dlse = true});
+    all.push_back({.dtype = dtype, .sq = 90, .sk = 90, .d = 192, .dv = 128, .softcap = 4});
+  }
+  for (const Case& c : all) {
+    for (const bool invariant : {true, false}) {
+      SCOPED_TRACE(c.name() + (invariant ? " invariant" : ""));
+      Workload w(c, 6);
+      w.options.engine = engine();
+      w.options.invariant = w.options.deterministic = invariant;
+      if (!runs(w)) continue;
+      const auto gradients = [&] {
+        return std::array{w.backward.dq, w.backward.dk, w.backward.dv};
+      };
+      std::vector<std::vector<std::byte>> want_bits;
+      std::vector<std::vector<double>> want;
+      for (const Tensor& t : gradients()) want_bits.push_back(bits(t)), want.push_back(read(t));
+      w.seal();
+      w.run_forward();
+      BackwardTensors of_queries = w.backward, of_keys = w.backward;
+      of_queries.dk = of_queries.dv = {};
+      of_keys.dq = {};
+      of_keys.dsinks = {};
+      of_keys.dbias = {};
+      compute(of_queries, w.options, w.run_options);
+      compute(of_keys, w.options, w.run_options);
+      EXPECT_TRUE(w.check_memory());
+      for (size_t i = 0; i < want.size(); ++i) {
+        const Tensor t = gradients()[i];
+        if (invariant) {
+          EXPECT_EQ(bits(t), want_bits[i]) << i;
+        }
+        double most = 0, off = 0;
+        const std::vector<double> got = read(t);
+        for (size_t at = 0; at < got.size(); ++at) {
+          most = std::max(most, std::abs(want[i][at]));
+          off = std::max(off, std::abs(got[at] - want[i][at]));
+        }
+        EXPECT_LE(off, 0.02 * most) << i;
+      }
     }
   }
 }

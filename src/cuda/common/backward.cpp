@@ -135,6 +135,7 @@ std::string backward_rejects(const Problem& p) {
 void set_problem(const Problem& p, AnyBackwardKey& key, AnyBackwardPlan& plan) {
   static_cast<KernelKey&>(key) = kernel_key(p);
   key.dropout = p.dropout_p > 0;
+  key.key_gradients = p.wants_dk_dv();
   key.has_dlse = p.has(Arg::kDlse);
   key.f32_key_gradients = p.f32_key_gradients;
   plan.dsinks = p.has(Arg::kDsinks);
@@ -161,6 +162,10 @@ void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, E
   to.details.add("splits", plan.splits);
   to.details.add("split_q_heads", plan.split_heads);
   to.details.add("row_splits", plan.row_splits);
+  if (key.dq_method == DqMethod::kNone || !key.key_gradients) {
+    to.decisions.emplace_back(key.key_gradients ? "dK and dV alone, as dq is not wanted"
+                                                : "dQ alone, as dk and dv are not wanted");
+  }
   if (plan.reduces()) {
     to.decisions.push_back(fmt::format(
         "{} splits of each kv head, of {} q heads{}: a kernel adds their partial dK and dV",
@@ -211,7 +216,10 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
     key.seqused_k = of.seqused_k;
   }
   key.packed = of.packed;
-  if (of.packed) key.f32_key_gradients = of.f32_key_gradients;
+  if (of.packed) {
+    key.key_gradients = of.key_gradients;
+    key.f32_key_gradients = of.f32_key_gradients;
+  }
   key.seqused_q = of.seqused_q;
   key.has_dlse = of.has_dlse;
   key.elements = of.elements;
@@ -223,8 +231,10 @@ KernelUse round_kernel(const AnyBackwardKey& of) {
   if (of.repairs()) {
     static_cast<KernelKey&>(key) = of;
     key.dropout = of.dropout;
+    key.key_gradients = of.key_gradients;
     key.f32_key_gradients = of.f32_key_gradients;
   }
+  if (of.dq_method == DqMethod::kNone) key.dq_method = of.dq_method;
   key.dtypes = of.dtypes;
   key.head_dim = round_up(of.head_dim, kPanelColumns);
   key.value_dim = round_up(of.value_dim, kWarpColumns);

@@ -30,6 +30,7 @@ struct AnyBackwardKey : KernelKey {
   bool early_starts = true;  ///< kernels start while the one before runs
   bool rounds_dq = false;    ///< the kernel by keys rounds dQ, too: of a short call
   bool dropout = false, has_dlse = false;
+  bool key_gradients = true;       ///< dK and dV are computed
   bool f32_key_gradients = false;  ///< dK and dV are stored in f32
   bool elements = false;           ///< gradients are stored by elements
 
@@ -46,12 +47,16 @@ struct AnyBackwardKey : KernelKey {
     f("kPackedK", packed);
     f("kDropout", dropout);
     f("kHasDlse", has_dlse);
+    f("kKeyGradients", key_gradients);
     f("kF32KeyGradients", f32_key_gradients);
     f("kElements", elements);
   }
 
-  /// Whether dQ is added to dq_accum while dK and dV are computed; otherwise dS is stored.
-  bool accumulates_dq() const { return dq_method != DqMethod::kStored; }
+  /// Whether dQ is added to dq_accum while dK and dV are computed, or dS is stored for it.
+  bool accumulates_dq() const {
+    return dq_method == DqMethod::kAtomic || dq_method == DqMethod::kOrdered;
+  }
+  bool stores_ds() const { return dq_method == DqMethod::kStored; }
   /// Whether gradients may need repair, since a mask hides what products touch.
   bool repairs() const { return has_left || has_right || scores_hide(); }
   int64_t dq_accum_floats(int64_t rows) const;  ///< of so many rows of all heads
@@ -99,7 +104,7 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
   return {.block_rows = key.block_rows,
           .block_keys = key.block_keys,
           .by_keys = true,
-          .of_rows_too = key.dq_method != DqMethod::kAtomic,
+          .of_rows_too = key.stores_ds() || key.dq_method == DqMethod::kOrdered,
           .early_starts = key.early_starts};
 }
 

@@ -67,14 +67,17 @@ BackwardShapes backward_shapes(const Problem& p) {
   const OperandTypes types = p.dtypes;
   const DType dk = p.f32_key_gradients ? DType::kF32 : types.k;
   const DType dv = p.f32_key_gradients ? DType::kF32 : types.v;
+  const auto if_wanted = [](bool wanted, const TensorShape& shape) {
+    return wanted ? shape : TensorShape{};
+  };
   return {of_q(p, types.q, p.d, p.q, kBox),
           of_k(p, types.k, p.d, p.k, kBox),
           of_k(p, types.v, p.dv, p.v, kBox),
           of_q(p, types.out, p.dv, p.dout, kBox),
           of_q(p, types.out, p.dv, p.out, kBox),
-          of_q(p, types.q, p.d, p.dq, kBox),
-          of_k(p, dk, p.d, p.dk, kBox),
-          of_k(p, dv, p.dv, p.dv_grad, kBox),
+          if_wanted(p.wants_dq(), of_q(p, types.q, p.d, p.dq, kBox)),
+          if_wanted(p.wants_dk_dv(), of_k(p, dk, p.d, p.dk, kBox)),
+          if_wanted(p.wants_dk_dv(), of_k(p, dv, p.dv, p.dv_grad, kBox)),
           of_bias(p, kBox)};
 }
 

@@ -36,7 +36,9 @@ std::string shape_class(const Problem& p) {
         std::pair{p.packed, "packed"}, std::pair{p.has(Arg::kSeqUsedQ), "seqused_q"},
         std::pair{p.has(Arg::kSeqUsedK), "seqused_k"}, std::pair{p.has(Arg::kTreeMask), "tree"},
         std::pair{p.mask.top_left, "top_left"}, std::pair{p.dropout_p > 0, "dropout"},
-        std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"}}) {
+        std::pair{p.pass == Pass::kBackward && p.deterministic, "deterministic"},
+        std::pair{p.pass == Pass::kBackward && !p.wants_dk_dv(), "dq_alone"},
+        std::pair{p.pass == Pass::kBackward && !p.wants_dq(), "dk_dv_alone"}}) {
     if (is) text += fmt::format(" {}", name);
   }
   if (p.algorithm != Algorithm::kAny) text += fmt::format(" {}", name_of(p.algorithm));

@@ -43,6 +43,8 @@ std::string plain_call_rejects(const Problem& p, int64_t max_dim) {
   if (p.dropout_p > 0) return "computes without dropout";
   if (p.origin != Origin{}) return "computes no part of a larger call";
   if (p.f32_key_gradients) return "computes dk and dv in the dtype of k";
+  if (p.pass == Pass::kBackward && !(p.wants_dq() && p.wants_dk_dv()))
+    return "computes dq, dk and dv together";
   if (transforms(p)) return fmt::format("computes scales above 0, got {}", p.scale);
   if (p.d > max_dim || p.dv > max_dim || p.d % 8 != 0 || p.dv % 8 != 0) {
     return fmt::format("computes d and dv that are multiples of 8 up to {}, got {} and {}", max_dim,

@@ -10,7 +10,8 @@
 namespace fulgur::cuda::portable {
 namespace {
 
-constexpr bool kRounds = true;  // dQ by a kernel of its own
+/// Whether round.cu rounds dQ, or repairs dK and dV.
+bool has_round_kernel(const BackwardPlan& plan) { return plan.accumulates_dq() || plan.repairs(); }
 
 /// The tensors that kernels copy to shared memory.
 constexpr StridedTensor BackwardParams::*kInputs[] = {&BackwardParams::q, &BackwardParams::k,
@@ -63,7 +64,7 @@ BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan)};
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
-  add_backward_kernels(plan, plan, kRounds, bias_gradient_kernel(plan), kernels);
+  add_backward_kernels(plan, plan, has_round_kernel(plan), bias_gradient_kernel(plan), kernels);
   if (plan.dtensors)
     std::ranges::move(expression_gradient_kernels(key_of_tiles(plan)), std::back_inserter(kernels));
   return kernels;
@@ -73,7 +74,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
                                        Explanation explanation)
     : BackwardPassExecutable(problem, gpu, std::move(explanation), plan, plan,
                              workspace_of(problem, plan), std::size(kInputs), plan.p_log2(),
-                             kRounds, bias_gradient_kernel(plan)),
+                             has_round_kernel(plan), bias_gradient_kernel(plan)),
       plan_(plan),
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;

@@ -35,6 +35,7 @@ constexpr int kManyKeyBlocks = 12;
 /// Bits that no order of additions changes are wanted where calls are deterministic, and where they
 /// do not depend on the batch. Of whole heads one CTA adds, in order.
 DqMethod method_of(const Problem& p, bool whole_heads) {
+  if (!p.wants_dq()) return DqMethod::kNone;
   const bool ordered = (p.deterministic || p.invariant) && !whole_heads;
   return ordered ? DqMethod::kOrdered : DqMethod::kAtomic;
 }
@@ -105,13 +106,14 @@ double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
 
 /// Divides the q heads of a group among as many CTAs as make the call shortest, where there are few
 /// kv heads and keys. Of invariant calls one CTA has all of them: the order of a sum over splits,
-/// and with it its last bits, would depend on the batch. Returns the cycles.
+/// and with it its last bits, would depend on the batch. Returns the cycles. They do not depend on
+/// which gradients are wanted: those of an invariant call pick the tile, and so the bits.
 double divide_heads(BackwardPlan& plan, const Problem& p, const Card& card) {
   plan.key_blocks = schedule(p, plan, card.sms);
   double cycles = predict(plan, p, card);
   const bool few = int64_t{plan.key_blocks.blocks} * plan.key_blocks.batch_heads <
                    int64_t{kFewKeyBlocks} * card.sms;
-  if (p.invariant || plan.whole_heads || !few) return cycles;
+  if (p.invariant || !plan.key_gradients || plan.whole_heads || !few) return cycles;
   const int group = static_cast<int>(p.group());
   for (int splits = 2; splits <= group; ++splits) {
     if (group % splits != 0) continue;
@@ -140,9 +142,10 @@ bool dk_comes_first(const BackwardPlan& plan) {
 
 TileId BackwardPlan::tile() const {
   const bool ordered = dq_method == DqMethod::kOrdered;
-  return {whole_heads ? "fa1_backward"
-          : ordered   ? "portable_backward_ordered"
-                      : "portable_backward_atomic",
+  return {whole_heads        ? "fa1_backward"
+          : ordered          ? "portable_backward_ordered"
+          : accumulates_dq() ? "portable_backward_atomic"
+                             : "portable_backward_none",
           block_rows, block_keys};
 }
 
@@ -196,8 +199,8 @@ Explanation describe(const BackwardPlan& plan) {
   e.details.add("ds_stages", plan.ds_stages);
   e.details.add("shared_bytes", plan.shared_bytes);
   e.details.add("ctas", plan.ctas());
-  e.details.add("dq", ordered ? "ordered" : "atomic");
-  e.details.add("deterministic", ordered || plan.whole_heads);
+  e.details.add("dq", ordered ? "ordered" : plan.accumulates_dq() ? "atomic" : "none");
+  e.details.add("deterministic", ordered || plan.whole_heads || !plan.accumulates_dq());
   e.decisions.push_back(fmt::format(
       "mma.sync: key blocks of {} keys for dK and dV, steps of {} rows; d {} and dv {} as computed",
       plan.block_keys, plan.block_rows, plan.head_dim, plan.value_dim));
@@ -209,11 +212,13 @@ Explanation describe(const BackwardPlan& plan) {
       plan.roles == 2 ? "half of them for P and dV, half for dS and dK"
                       : "each for P, dS, dV and dK",
       buffers(plan.stages), buffers(plan.ds_stages), plan.shared_bytes));
-  e.decisions.push_back(fmt::format(
-      "dQ accumulated in f32, additions {}",
-      plan.whole_heads ? "by the one CTA of a kv head, key block by key block: deterministic"
-      : ordered        ? "ordered by semaphores: deterministic"
-                       : "atomic, in no fixed order: not deterministic"));
+  if (plan.accumulates_dq()) {
+    e.decisions.push_back(fmt::format(
+        "dQ accumulated in f32, additions {}",
+        plan.whole_heads ? "by the one CTA of a kv head, key block by key block: deterministic"
+        : ordered        ? "ordered by semaphores: deterministic"
+                         : "atomic, in no fixed order: not deterministic"));
+  }
   describe_backward(plan, plan, e);
   return e;
 }

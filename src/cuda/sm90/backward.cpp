@@ -39,6 +39,7 @@ KernelUse rows_kernel(const BackwardPlan& plan) {
   key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
   key.transforms_scores = key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   key.bias_rows = key.f32_key_gradients = false;
+  key.key_gradients = true;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }
 
@@ -48,7 +49,9 @@ KernelUse repair_kernel(const BackwardPlan& plan) {
   key.head_dim = round_up(plan.head_dim, kWarpColumns);
   key.value_dim = round_up(plan.value_dim, kWarpColumns);
   key.dropout = plan.dropout;
+  key.key_gradients = plan.key_gradients;
   key.f32_key_gradients = plan.f32_key_gradients;
+  if (plan.dq_method == DqMethod::kNone) key.dq_method = plan.dq_method;
   return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
 }
 
@@ -81,7 +84,7 @@ bool has_round_kernel(const BackwardPlan& plan) { return plan.accumulates_dq() &
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan)};
-  if (!plan.accumulates_dq()) kernels.push_back(rows_kernel(plan));
+  if (plan.stores_ds()) kernels.push_back(rows_kernel(plan));
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
   if (plan.has_repair_kernel()) kernels.push_back(repair_kernel(plan));
   add_backward_kernels(plan, plan, has_round_kernel(plan), bias_gradient_kernel(plan), kernels);
@@ -100,7 +103,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   params_.cut_blocks = plan_.cut_blocks;
   params_.first_partial = plan_.first_cut_head;
   keys_ = gpu.kernel(keys_kernel(plan_)).function;
-  if (!plan_.accumulates_dq()) rows_ = gpu.kernel(rows_kernel(plan_)).function;
+  if (plan_.stores_ds()) rows_ = gpu.kernel(rows_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan_)).function;
   if (plan_.has_repair_kernel()) repair_ = gpu.kernel(repair_kernel(plan_)).function;
 }
@@ -143,7 +146,7 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
       cuda::launch(stream, keys_, &p, {grid(p.key_blocks)}, plan_.threads(),
                    plan_.keys_shared_bytes, "launching the backward kernel by keys", Start::kEarly);
     }
-    if (!plan_.accumulates_dq() && grid(p.row_blocks) > 0) {
+    if (plan_.stores_ds() && grid(p.row_blocks) > 0) {
       cuda::launch(stream, rows_, &p, {grid(p.row_blocks)}, kRowsThreads, plan_.rows_shared_bytes,
                    "launching the backward kernel by rows", Start::kEarly);
     }

@@ -23,6 +23,7 @@ struct Form {
 constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
                            {DqMethod::kOrdered, 2},
                            {DqMethod::kStored, 2},
+                           {DqMethod::kNone, 2},
                            {DqMethod::kAtomic, 1}};
 
 /// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
@@ -88,9 +89,11 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   // A second stage of K takes the next block while the last steps of this one go on. For rows of
   // more panels it has the room of a second stage of dS, which is worth more only where additions
   // are ordered: they hold up the warpgroup that reads dS.
-  const bool instead_of_ds = !has_one_panel(plan) && plan.dq_method == DqMethod::kAtomic;
+  const bool no_dq = plan.dq_method == DqMethod::kNone;
+  const bool instead_of_ds =
+      !has_one_panel(plan) && !plan.wide() && (no_dq || plan.dq_method == DqMethod::kAtomic);
   plan.k_stages = has_one_panel(plan) || instead_of_ds ? 2 : 1;
-  plan.ds_stages = instead_of_ds ? 1 : 2;
+  plan.ds_stages = no_dq ? 0 : instead_of_ds ? 1 : 2;
   // A warp that adds in order holds its stage until the addition is complete, which takes longer
   // than a step of 64 rows.
   const bool third = plan.dq_method == DqMethod::kOrdered && plan.block_rows == 64;
@@ -132,6 +135,13 @@ bool derive_row_stages(BackwardPlan& plan, int shared_bytes) {
   return false;
 }
 
+/// Whether a form computes the gradients that a call wants, and no others. Those that add to dQ
+/// compute dK and dV meanwhile.
+bool computes_what_is_wanted(DqMethod method, const Problem& p) {
+  if (!p.wants_dq()) return method == DqMethod::kNone;
+  return method == DqMethod::kStored || (method != DqMethod::kNone && p.wants_dk_dv());
+}
+
 /// Why a plan that accumulates dQ does not compute a problem; empty if it does.
 std::string not_accumulated(const BackwardPlan& plan, const Problem& p) {
   if (const int max = max_accumulated_dim(plan); std::max(p.d, p.dv) > max) {
@@ -158,6 +168,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
   std::vector<Fitting<BackwardPlan>> tiles;
   for (const auto [dq_method, consumers] : kForms) {
     if (consumers == 1 && !is_short(p, card.sms)) continue;
+    if (!computes_what_is_wanted(dq_method, p)) continue;
     Fitting<BackwardPlan> tile;
     BackwardPlan& plan = tile.plan;
     set_problem(p, plan, plan);

@@ -111,7 +111,7 @@ bool BackwardCost::in_l2(int batch_heads) const {
 
 /// A key block with row tiles [begin, end).
 double BackwardCost::block_cycles(int begin, int end) const {
-  const bool stored = !plan_.accumulates_dq() && !plan_.wide();
+  const bool stored = plan_.stores_ds() && !plan_.wide();
   const double ends = plan_.consumers == 1 ? 1100
                       : plan_.k_stages > 1 ? 2700
                       : stored             ? 6000
@@ -122,8 +122,9 @@ double BackwardCost::block_cycles(int begin, int end) const {
 double BackwardCost::step_cycles() const {
   constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
   const double alone = plan_.consumers == 1 ? 1.25 : 1;  // nothing overlaps its arithmetic
-  return alone * semaphore_factor() * 4.0 * (p_.d + p_.dv) * work_.tile.rows * work_.tile.keys /
-         kFlopsPerCycle / kUtilization;
+  const double products = plan_.key_gradients ? 4.0 : 2.0;
+  return alone * semaphore_factor() * products * (p_.d + p_.dv) * work_.tile.rows *
+         work_.tile.keys / kFlopsPerCycle / kUtilization;
 }
 
 /// How much longer steps take that wait for semaphores. Under a right bound alone it is less if
@@ -161,6 +162,7 @@ double BackwardCost::first_semaphore_cycles() const {
 
 /// Cycles in which L2 adds dQ of all key blocks.
 double BackwardCost::addition_cycles() const {
+  if (!plan_.accumulates_dq()) return 0;
   int64_t tiles = 0;
   for (int block = 0; block < work_.key_blocks; ++block) {
     const kernels::RowTiles seen = work_.row_tiles_of(block);
@@ -239,7 +241,7 @@ double BackwardCost::waves(const std::vector<RowRange>& ranges, int wave_heads, 
     };
     const int whole = together / std::max(wave_heads, 1), rest = together % std::max(wave_heads, 1);
     cycles += static_cast<double>(batch_heads / together) * (whole * wave(wave_heads) + wave(rest));
-    if (!plan_.accumulates_dq()) {
+    if (plan_.stores_ds()) {
       cycles += kDsBytes * range.scores * batch_heads * sequences / bytes_per_cycle_;
     }
   }
@@ -259,6 +261,7 @@ double BackwardCost::one_launch_cut(int batch_heads) const {
 }
 
 double BackwardCost::dq_accum_cycles() const {
+  if (!plan_.accumulates_dq()) return 0;
   // Bytes of memory for each element: it is set to 0 unless additions begin with a store, read, and
   // rounded to what is written.
   const double bytes = plan_.dq_method == DqMethod::kOrdered ? 6.0 : 11.0;

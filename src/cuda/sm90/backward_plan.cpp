@@ -19,6 +19,8 @@ std::string name_of(DqMethod method) {
       return "atomic";
     case DqMethod::kOrdered:
       return "ordered";
+    case DqMethod::kNone:
+      return "none";
     case DqMethod::kStored:
       break;
   }
@@ -40,7 +42,7 @@ void describe_dq(const BackwardPlan& plan, Explanation& e) {
                     plan.rounds_dq ? "; the CTA that completes 64 rows rounds them" : ""));
     return;
   }
-  if (plan.waves.empty()) return;
+  if (plan.waves.empty() || !plan.stores_ds()) return;
   const kernels::Wave& wave = plan.waves.at(0).wave;
   e.details.add("wave_heads", wave.heads);
   e.details.add("wave_sequences", wave.batches);
@@ -51,8 +53,9 @@ void describe_dq(const BackwardPlan& plan, Explanation& e) {
       "{} waves of {} {} of {} sequences{}: {} bytes of dS", plan.waves.size(), wave.heads,
       plan.reduces() ? "splits of kv heads" : "kv heads", wave.batches,
       plan.splits_rows
-          ? fmt::format(", {} rows each, partial dK and dV kept in f32 from wave to wave",
-                        wave.tiles * plan.block_rows)
+          ? fmt::format(
+                ", {} rows each{}", wave.tiles * plan.block_rows,
+                plan.key_gradients ? ", partial dK and dV kept in f32 from wave to wave" : "")
           : "",
       plan.ds_bytes));
 }
@@ -111,14 +114,15 @@ int64_t BackwardPlan::dq_additions(int64_t hq) const {
 
 BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   if (p.nothing_to_do() && !plan.dsinks && !plan.dbias) return {};
-  const bool has_partials = plan.splits_rows || plan.reduces() || plan.cut_blocks > 0;
+  const bool has_partials =
+      plan.key_gradients && (plan.splits_rows || plan.reduces() || plan.cut_blocks > 0);
   const int64_t heads = p.batch * p.hk * plan.splits - plan.first_cut_head;
   const int64_t blocks = has_partials ? heads * ceil_div(p.sk, plan.block_keys) : 0;
   Arena arena(LaunchMemory::kZeroed);
   BackwardWorkspace at{
       backward_workspace(p, plan, plan, plan.dq_semaphores(p.hq), blocks * plan.block_keys, arena)};
   at.dq_additions = arena.take(plan.dq_additions(p.hq) * int64_t{sizeof(int)});
-  at.zeros = arena.take(plan.accumulates_dq() ? 0 : kernels::kDsTileBytes);
+  at.zeros = arena.take(plan.stores_ds() ? kernels::kDsTileBytes : 0);
   at.ds = arena.take(plan.ds_bytes);
   at.first_parts = arena.take(plan.cut_blocks > 0 ? int64_t{sizeof(int)} : 0);
   at.metadata = arena.take(host_metadata_bytes(p));

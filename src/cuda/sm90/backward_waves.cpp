@@ -34,11 +34,11 @@ class WavePlanner {
         sms_(card.sms) {}
 
   double divide(int64_t max_workspace) {
-    return plan_.accumulates_dq() ? one_wave(max_workspace) : waves(max_workspace);
+    return plan_.stores_ds() ? waves(max_workspace) : one_wave(max_workspace);
   }
 
  private:
-  /// dq_accum needs no room for dS.
+  /// dq_accum needs no room for dS, nor do dK and dV alone.
   double one_wave(int64_t max_workspace) {
     const int heads = static_cast<int>(p_.batch * work_.heads);
     set_waves({heads, 1, 0});
@@ -195,9 +195,9 @@ class WavePlanner {
         }
       }
     }
-    const int64_t head_tiles = plan_.accumulates_dq() ? 0
-                               : compact_             ? packed_row_tiles() * pitch()
-                                                      : max_tiles(shape.row_waves);
+    const int64_t head_tiles = !plan_.stores_ds() ? 0
+                               : compact_         ? packed_row_tiles() * pitch()
+                                                  : max_tiles(shape.row_waves);
     plan_.score_tiles.head_tiles = static_cast<int>(head_tiles);
     plan_.ds_bytes = bytes_of(head_tiles) * heads * (compact_ ? 1 : batches);
     plan_.splits_rows = tiles < work_.row_tiles;
@@ -240,7 +240,7 @@ struct Splits {
 std::vector<Splits> splits_of(const Problem& p, const BackwardPlan& plan, const Card& card) {
   std::vector<Splits> all = {{1, 1}};
   // The order of a sum over splits, and with it its last bits, would depend on the batch.
-  if (p.invariant || p.sq == 0 || p.sk == 0) return all;
+  if (p.invariant || !plan.key_gradients || p.sq == 0 || p.sk == 0) return all;
   constexpr int kMaxRowSplits = 64;
   const auto enough = static_cast<double>(kFewKeyBlocks * card.sms);
   const double blocks = static_cast<double>(p.batch * p.hk) * ceil_div(p.sk, plan.block_keys);

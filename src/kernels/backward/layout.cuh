@@ -11,7 +11,9 @@ using ElementDk = ElementType<kF32KeyGradients ? kF32 : ElementK::kType>;
 using ElementDv = ElementType<kF32KeyGradients ? kF32 : ElementV::kType>;
 
 enum : int {
-  kAccumulatesDq = kDqMethod != int(DqMethod::kStored),
+  kComputesDq = kDqMethod != int(DqMethod::kNone),
+  kStoresDs = kDqMethod == int(DqMethod::kStored),
+  kAccumulatesDq = kComputesDq && !kStoresDs,
   kOrderedDq = kDqMethod == int(DqMethod::kOrdered),
   kDqPanels = dq_panels_of(kHeadDim),
   kRepairs = kHidesKeys,  // a hidden NaN or infinity may reach gradients

@@ -16,6 +16,7 @@
 //   kSeqUsedQ, kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
 //   kHasDlse        1: the gradient of LSE is given
+//   kKeyGradients   1: dK and dV are computed
 //   kF32KeyGradients    1: dK and dV are stored in f32
 //   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes
 #pragma once

@@ -83,12 +83,14 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
   let_next_kernel_start();
   if (blockIdx.y == 0) {
     if (p.cut_blocks > 0 && blockIdx.x == 0 && threadIdx.x == 0) *p.first_parts = 0;
-    if (!kAccumulatesDq && blockIdx.x == 0)
+    if (kStoresDs && blockIdx.x == 0)
       for (int i = threadIdx.x; i < kDsTileBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
     if (kPacked) {
-      clear_around<ElementQ>(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
-      clear_around<ElementDk>(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
-      clear_around<ElementDv>(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
+      if (kComputesDq) clear_around<ElementQ>(p.dq, p.cu_seqlens_q, p.batch, p.total_q, p.hq, p.d);
+      if (kKeyGradients) {
+        clear_around<ElementDk>(p.dk, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.d);
+        clear_around<ElementDv>(p.dv_grad, p.cu_seqlens_k, p.batch, p.total_k, p.hq / p.group, p.dv);
+      }
     }
   }
   const int lane = threadIdx.x % kLanes;
@@ -98,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
     const int batch = batch_head / p.hq;
     const int head = batch_head % p.hq;
     const Lengths n = lengths_of(p, batch);
-    if (kSeqUsedQ) {
+    if (kSeqUsedQ && kComputesDq) {
       StridedTensor dq = p.dq;
       dq.data = row_of<ElementQ>(p.dq, batch, n.q_start, head);
       clear_rows<ElementQ>(dq, n.sq, query_rows(p, batch), 1, p.d);

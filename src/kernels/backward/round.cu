@@ -1,5 +1,6 @@
 // dQ from dq_accum: scaled, rounded, stored. As the last kernel of a call it also repairs gradients that a hidden NaN
-// or infinity has reached (repair.cuh): each CTA the rows of dQ that it rounds, all CTAs dK and dV.
+// or infinity has reached (repair.cuh): each CTA the rows of dQ that it rounds, all CTAs dK and dV. Without dQ that is
+// all.
 #include "device/dependent_launch.cuh"
 #include "backward/repair.cuh"
 #include "backward/round.cuh"
@@ -12,7 +13,8 @@ extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours && kDqPan
   wait_for_earlier_kernels();
   const int panel = threadIdx.x / 128;
   // The last head comes first, since L2 still holds its dq_accum.
-  for (int batch_head = gridDim.y - 1 - blockIdx.y; batch_head < p.batch * p.hq; batch_head += gridDim.y) {
+  for (int batch_head = gridDim.y - 1 - blockIdx.y; kComputesDq && batch_head < p.batch * p.hq;
+       batch_head += gridDim.y) {
     const int batch = batch_head / p.hq;
     const int head = batch_head % p.hq;
     const Lengths n = lengths_of(p, batch);
@@ -28,7 +30,7 @@ extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours && kDqPan
     if (*p.not_finite == 0) return;
     const int block = blockIdx.y * gridDim.x + blockIdx.x;
     const int blocks = gridDim.x * gridDim.y;
-    repair_keys(p, (block * kRoundThreads + int(threadIdx.x)) / 32, blocks * (kRoundThreads / 32));
+    if (kKeyGradients) repair_keys(p, (block * kRoundThreads + int(threadIdx.x)) / 32, blocks * (kRoundThreads / 32));
     forget_not_finite(p, blocks);
   }
 }

@@ -2,7 +2,7 @@
 // takes key blocks of Bc keys and iterates over the row tiles of Br rows that see them. It computes dK and dV, and
 // either adds dQ to dq_accum or, on Hopper alone, stores dS, from which the kernel by rows (sm90/backward/rows.cu)
 // computes dQ = dS K. The workspace does not hold dS of every call at once: a wave is the part of a call whose dS it
-// holds.
+// holds. A call may want dQ alone, or dK and dV.
 #pragma once
 #include "host_device/mask.h"
 
@@ -13,6 +13,7 @@ enum class DqMethod : int {
   kAtomic,   // key blocks add to dq_accum in f32, in no fixed order
   kOrdered,  // the same in a fixed order, by semaphores: the same bits in every run
   kStored,   // dS is stored, and the kernel by rows computes dQ from it
+  kNone,     // nobody wants it
 };
 
 // A dS tile is dS of 64 rows x 64 keys: one line of 128 bytes for each key, with its rows swizzled as TMA does it.

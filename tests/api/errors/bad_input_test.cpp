@@ -94,9 +94,10 @@ const std::vector<Wrong>& wrongs() {
       {"no_out", [](Call& c) { c.out = {}; }, "out: (not given|got null), want"},
       {"no_lse", [](Call& c) { c.lse = {}; }, "lse: (not given|got null), want", kBackwardOnly},
       {"no_dout", [](Call& c) { c.dout = {}; }, "dout: (not given|got null), want", kBackwardOnly},
-      {"no_dq", [](Call& c) { c.dq = {}; }, "dq: (not given|got null), want", kBackwardOnly},
-      {"no_dk", [](Call& c) { c.dk = {}; }, "dk: (not given|got null), want", kBackwardOnly},
-      {"no_dv", [](Call& c) { c.dv = {}; }, "dv: (not given|got null), want", kBackwardOnly},
+      {"no_gradient", [](Call& c) { c.dq = c.dk = c.dv = {}; },
+       "dq: not given, want it, or dk and dv", kBackwardOnly},
+      {"no_dk", [](Call& c) { c.dk = {}; }, "dk: not given, want it with dv", kBackwardOnly},
+      {"no_dv", [](Call& c) { c.dv = {}; }, "dv: not given, want it with dk", kBackwardOnly},
       // Shape.
       {"k_of_another_batch", [](Call& c) { c.k.shape[0] = 1; },
        "k: got .*\\(1, 10, 2, 16\\).*want .*2, 10, 2, 16"},

@@ -86,6 +86,36 @@ TEST_F(Sanitize, SplitTiles) {
 TEST_F(Sanitize, SplitBlocksOfABand) {
   EXPECT_TRUE(both_right({.dtype = kBf16, .sq = 300, .sk = 1200, .hq = 2, .mask = causal()}));
 }
+// dq alone, and dk and dv alone, with the bits of a call that computes all.
+TEST_F(Sanitize, GradientsLeftOut) {
+  for (const auto& [d, layout] :
+       {std::pair{64, Layout::kBshd}, {128, Layout::kPacked}, {256, Layout::kBshd}}) {
+    Workload w({.dtype = kBf16,
+                .sq = 150,
+                .sk = 200,
+                .hq = 2,
+                .d = d,
+                .dv = d,
+                .mask = causal(),
+                .layout = layout},
+               1);
+    w.options.engine = "cuda";
+    w.options.invariant = true;
+    w.run();
+    const auto dq = bits(w.backward.dq), dk = bits(w.backward.dk), dv = bits(w.backward.dv);
+    w.seal();
+    w.run_forward();
+    BackwardTensors of_queries = w.backward, of_keys = w.backward;
+    of_queries.dk = of_queries.dv = {};
+    of_keys.dq = {};
+    compute(of_queries, w.options, w.run_options);
+    compute(of_keys, w.options, w.run_options);
+    EXPECT_TRUE(w.check_memory());
+    EXPECT_EQ(bits(w.backward.dq), dq);
+    EXPECT_EQ(bits(w.backward.dk), dk);
+    EXPECT_EQ(bits(w.backward.dv), dv);
+  }
+}
 TEST_F(Sanitize, Packed) {  // with tails, empty sequences and rows after the last
   EXPECT_TRUE(both_right({.dtype = kBf16,
                           .sq = 150,

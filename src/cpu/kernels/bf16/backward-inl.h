@@ -204,10 +204,13 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
       const int64_t j = tile.j + jj;
       if (!t.panel.mask.sees(r, j)) continue;
       const int64_t at = jj * kTilePanelRows + r, key = j - first_key;
-      load_queries(task, args.dout, p.dout, p.dv, t.row + r, 1, 1, s.rows, s.ldv);
-      add_row(s.Pz[at], s.rows, s.ldv, s.dV + key * s.ldv);
-      load_queries(task, args.q, p.q, p.d, t.row + r, 1, 1, s.rows, s.ldk);
-      add_row(s.dS[at], s.rows, s.ldk, s.dK + key * s.ldk);
+      if (p.wants_dk_dv()) {
+        load_queries(task, args.dout, p.dout, p.dv, t.row + r, 1, 1, s.rows, s.ldv);
+        add_row(s.Pz[at], s.rows, s.ldv, s.dV + key * s.ldv);
+        load_queries(task, args.q, p.q, p.d, t.row + r, 1, 1, s.rows, s.ldk);
+        add_row(s.dS[at], s.rows, s.ldk, s.dK + key * s.ldk);
+      }
+      if (!p.wants_dq()) continue;
       load_keys(task, args.k, p.k, p.d, j, 1, s.key, s.ldk);
       for (int64_t c = 0; c < p.d; ++c) dqt[c * kTilePanelRows + r] += s.dS[at] * s.key[c];
     }
@@ -308,7 +311,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       const uint16_t* Kt = s.Kt + kParts * key * s.ldk;
       int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
       const auto add_group = [&](int64_t end) {
-        if (begin < end) {
+        if (begin < end && p.wants_dk_dv()) {
           const int64_t rows = (end - 1 - begin) * kTilePanelRows + panels[end - 1].panel.count;
           products.multiply({true,
                              key_blocks,
@@ -379,6 +382,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           std::fill(s.dS + n * kTilePanelRows, s.dS + padded * kTilePanelRows, 0.0f);
           round_gradients(padded, i, s);
         }
+        if (!p.wants_dq()) continue;
         products.multiply(
             {true,
              k_blocks,

@@ -143,6 +143,7 @@ template <class Scratch>
 void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key_begin,
                          int64_t keys, const Scratch& s) {
   const Problem& p = task.problem;
+  if (!p.wants_dk_dv()) return;
   const auto scale = static_cast<float>(p.scale);
   for (int64_t i = 0; i < keys * s.ldk; ++i) s.dK[i] *= scale;
   for (int64_t key = 0; key < keys; ++key) {
@@ -156,18 +157,19 @@ void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
 /// only pairs that see each other touch.
-HWY_NOINLINE inline void accumulate_visible_gradients(const Panel& panel, const KeyTile& tile,
-                                                      const BackwardScratch& s, int64_t first_key,
-                                                      float* HWY_RESTRICT dq) {
+HWY_NOINLINE inline void accumulate_visible_gradients(const Problem& p, const Panel& panel,
+                                                      const KeyTile& tile, const BackwardScratch& s,
+                                                      int64_t first_key, float* HWY_RESTRICT dq) {
   const auto [j, n, partial] = tile;
   const int64_t width = panel.width();
+  const bool of_rows = p.wants_dq(), of_keys = p.wants_dk_dv();
   for (int64_t r = 0; r < panel.count; ++r) {
     for (int64_t jj = 0; jj < n; ++jj) {
       if (!panel.mask.sees(r, j + jj)) continue;
       const int64_t key = j - first_key + jj;
-      add_row(s.Pz[jj * width + r], s.dO + r * s.ldv, s.ldv, s.dV + key * s.ldv);
-      add_row(s.dS[jj * width + r], s.Q + r * s.ldk, s.ldk, s.dK + key * s.ldk);
-      add_row(s.dS[jj * width + r], s.K + key * s.ldk, s.ldk, dq + r * s.ldk);
+      if (of_keys) add_row(s.Pz[jj * width + r], s.dO + r * s.ldv, s.ldv, s.dV + key * s.ldv);
+      if (of_keys) add_row(s.dS[jj * width + r], s.Q + r * s.ldk, s.ldk, s.dK + key * s.ldk);
+      if (of_rows) add_row(s.dS[jj * width + r], s.K + key * s.ldk, s.ldk, dq + r * s.ldk);
     }
   }
 }
@@ -242,13 +244,16 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.rows, panel, tile, s.dBias);
       expressions.add_gradients(panel, tile, s.dBias);
       if (panel.mask.hides(tile) && !finite) {
-        accumulate_visible_gradients(panel, tile, s, key_begin, dq_panel);
+        accumulate_visible_gradients(p, panel, tile, s, key_begin, dq_panel);
         continue;
       }
-      gemm<Init::kAdd>(n, s.ldv / kLanes, panel.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV, s.ldv,
-                       nullptr);
-      gemm<Init::kAdd>(n, s.ldk / kLanes, panel.count, {s.dS, width, 1}, {s.Q, s.ldk}, dK, s.ldk,
-                       nullptr);
+      if (p.wants_dk_dv()) {
+        gemm<Init::kAdd>(n, s.ldv / kLanes, panel.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV, s.ldv,
+                         nullptr);
+        gemm<Init::kAdd>(n, s.ldk / kLanes, panel.count, {s.dS, width, 1}, {s.Q, s.ldk}, dK, s.ldk,
+                         nullptr);
+      }
+      if (!p.wants_dq()) continue;
       gemm<Init::kAdd>(panel.count, s.ldk / kLanes, n, {s.dS, 1, width}, {K, s.ldk}, dq_panel,
                        s.ldk, nullptr);
     }

@@ -96,7 +96,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       add_scores<ElementV, kValueDim>(X, part, own_v, dout);
       weights_of_step(p, smem, keys, part, step, statistics, S, X, P, dS);
     }
-    store_weights(P, part, weights);
+    if (kKeyGradients) store_weights(P, part, weights);
     store_weights(dS, part, ds_of(weights));
     if (kOneBarrier) async_copy_wait<0>();
     if constexpr (kOrderedDq != 0) {
@@ -111,9 +111,10 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       added = semaphore_of(p, keys, step);
     }
     if (kOneBarrier) loader.start();
-    add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
-    add_dq(p, part, step.statistics(p, keys), adds_first(p, keys, step), ds_of(weights), smem + kLayout.k);
-    add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    if (kKeyGradients) add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
+    if (kComputesDq)
+      add_dq(p, part, step.statistics(p, keys), adds_first(p, keys, step), ds_of(weights), smem + kLayout.k);
+    if (kKeyGradients) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
     if (kOneBarrier) {
       weights = weights == smem + kLayout.weights ? smem + kLayout.weights + kLayout.weights_bytes
                                                   : smem + kLayout.weights;
@@ -127,6 +128,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     __syncthreads();
     if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
   }
+  if (!kKeyGradients) return;
   if constexpr (kSplits != 0) {
     store_partial<kHeadDim>(p, keys, part, dK, p.partial_dk);
     store_partial<kValueDim>(p, keys, part, dV, p.partial_dv);

@@ -157,7 +157,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       added = semaphore_of(p, keys, step);
     }
     if (kStages > 1) loader.start();
-    if constexpr (kP) add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
+    if constexpr (kP && kKeyGradients) add_gradient<ElementO, kValueDim>(dV, part, P, weights, dout);
     if constexpr (kP) named_barrier_sync(kDsThere, kThreads);
     if constexpr (kDs) {
       if (kDropout) load_weights(P, part, weights);
@@ -167,9 +167,10 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       named_barrier_arrive(kDsThere, kThreads);
       role_meets<role>();
     }
-    if constexpr (kDs && kDkFirst) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
-    add_dq(p, part, step.statistics(p, keys), adds_first(p, keys, step), ds_of(weights), smem + kLayout.k);
-    if constexpr (kDs && !kDkFirst) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    if constexpr (kDs && kKeyGradients && kDkFirst) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
+    if constexpr (kComputesDq)
+      add_dq(p, part, step.statistics(p, keys), adds_first(p, keys, step), ds_of(weights), smem + kLayout.k);
+    if constexpr (kDs && kKeyGradients && !kDkFirst) add_gradient<ElementQ, kHeadDim>(dK, part, dS, ds_of(weights), q);
     if (kDsStages == 2) {
       weights = weights == smem + kLayout.weights ? smem + kLayout.weights + kLayout.weights_bytes
                                                   : smem + kLayout.weights;
@@ -183,6 +184,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     named_barrier_sync(kAllMeet, kThreads);
     if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
   }
+  if (!kKeyGradients) return;
   if constexpr (kDs && kSplits) store_partial<kHeadDim>(p, keys, part, dK, p.partial_dk);
   if constexpr (kP && kSplits) store_partial<kValueDim>(p, keys, part, dV, p.partial_dv);
   if constexpr (kDs && !kSplits)

@@ -11,7 +11,7 @@
 //   kRoles          2: half of the warps compute P and dV, half dS and dK; 1: each computes all
 //   kStages         buffers of Q and dO
 //   kDsStages       buffers of P and dS
-//   kDqMethod       a DqMethod: kAtomic or kOrdered
+//   kDqMethod       a DqMethod: kAtomic, kOrdered or kNone
 //   kDqParts        1: semaphores of a row tile
 //   kDqByFours      1: four sums of dQ are added at once, where the target can (red.v4)
 //   kStoresMatrices 1: P and dS are stored by matrices, where the target can (stmatrix)
@@ -22,7 +22,7 @@
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked,
 //   kSeqUsedQ, kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
-//   kHasDlse, kElements    as in backward/params.h
+//   kHasDlse, kElements, kKeyGradients    as in backward/params.h
 //
 // A launch is a CTA of 32 * kWarps threads for each key block, or for each split of it or kv head.
 #pragma once

@@ -94,8 +94,9 @@ template <class Params>
 class StepsOfMap : public SeenSteps<Params> {
   using Seen = SeenSteps<Params>;
   // With kOrderedDq key blocks add to dQ in ascending order: where two documents share a row tile, those of the earlier
-  // one begin with it, and those of the later one end with it.
-  static constexpr bool kDown = kHasRight || kOrderedDq;
+  // one begin with it, and those of the later one end with it. Without dQ the order is the same, for equal sums of dK
+  // and dV.
+  static constexpr bool kDown = kHasRight || kOrderedDq || !kComputesDq;
 
  public:
   __device__ __forceinline__ StepsOfMap(const Params& p, const Keys& keys)

@@ -23,7 +23,7 @@ template <int dim>
 __device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
                                                int strip, float* partial) {
   const float* from = partial_of<dim>(p, partial, block, strip);
-  if (block.state & kLoadsPartial) {
+  if (kKeyGradients && block.state & kLoadsPartial) {
     wait_for_earlier_kernels();
 #pragma unroll
     for (int i = 0; i < dim / 2; ++i) G[i] = from[i * 2 * kBlockKeys];
@@ -53,6 +53,7 @@ template <class Type, int dim>
 __device__ __forceinline__ bool end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
                                              int strip, float* partial, const StridedTensor& to, int columns,
                                              float scale) {
+  if (!kKeyGradients) return true;
   if (!kRoundsDq && block.state & kStoresPartial) {
     float* const store = partial_of<dim>(p, partial, block, strip);
 #pragma unroll

@@ -5,25 +5,30 @@
 // tiles of Br rows that see them. One producer warp loads Q and dO into rings by TMA. Each consumer warpgroup owns 64
 // keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK directly from registers. dS goes
 // to a warpgroup that adds dQ to dq_accum in global memory (dq_accum.cuh), or to the workspace, from which rows.cu
-// computes dQ. docs/kernels/backward.md derives the schedule.
+// computes dQ. A call that wants dQ alone has no products for dK and dV, one that wants these alone no dS in memory.
+// docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 #include "sm90/backward/dq_accum.cuh"
 #include "backward/repair.cuh"
 #include "backward/round.cuh"
 
-// Two choices that are faster where dQ is accumulated, except in order for head dims above 96: arithmetic on scores
-// overlaps the second of two products, unless the derivative of softcap takes the registers for that; and K and V are
-// in registers as far as gradients, scores and P leave room, less a margin for the compiler. 16 dims take four
-// registers.
+// Two choices that are faster where dQ is accumulated, except in order for head dims above 96, and where dK and dV are
+// left out: arithmetic on scores overlaps the second of two products, unless the derivative of softcap takes the
+// registers for that; and K and V are in registers as far as gradients, scores and P leave room, less a margin for the
+// compiler. 16 dims take four registers. What is in registers comes last in a sum over dims: without dK and dV all of
+// an operand is or nothing, since dS has the bits that it has with them.
 enum : int {
-  kOverlaps = kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96),
+  kScoresAhead = !kKeyGradients,  // the second product is S^T of the next step
+  kOverlaps = kScoresAhead || (kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96)),
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
   kMaskRegisters = kBias == 1 + kBool ? 16 : 0,
-  kHeldRegisters = kHeadDim / 2 + kValueDim / 2 + kBlockRows / 2 + kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) +
-                   kMaskRegisters,
+  kHeldRegisters = (kKeyGradients ? kHeadDim / 2 + kValueDim / 2 : kBlockRows / 2) + kBlockRows / 2 +
+                   kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) + kMaskRegisters,
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
-  kFrontOfK = min_of(kFrontSteps, kHeadDim / ElementK::kStep),
-  kFrontOfV = min_of(kFrontSteps - kFrontOfK, kValueDim / ElementV::kStep),
+  kStepsOfK = kHeadDim / ElementK::kStep,
+  kStepsOfV = kValueDim / ElementV::kStep,
+  kFrontOfK = kScoresAhead && kFrontSteps < kStepsOfK ? 0 : min_of(kFrontSteps, kStepsOfK),
+  kFrontOfV = kScoresAhead && kFrontSteps - kFrontOfK < kStepsOfV ? 0 : min_of(kFrontSteps - kFrontOfK, kStepsOfV),
 };
 
 // The producer's side.
@@ -94,7 +99,7 @@ struct DsBuffers {
   __device__ __forceinline__ void wait_empty() const {
     if (kAccumulatesDq) {
       if (filled == kDsStages) named_barrier_sync(ds_empty(stage, consumer()), kDsEmptyThreads);
-    } else {
+    } else if constexpr (kStoresDs != 0) {
       tma_store_wait_read<kDsStages - 1>();
       __syncwarp();
     }
@@ -105,7 +110,7 @@ struct DsBuffers {
       fence_async_proxy();
       named_barrier_arrive(ds_full(stage), kDsFullThreads);
       filled = min(filled + 1, u32(kDsStages));
-    } else {
+    } else if (kStoresDs) {
       store_global_ds(p, address(), consumer(), step.tile);
     }
     stage = stage + 1 == kDsStages ? 0 : stage + 1;
@@ -216,6 +221,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 
   OwnKeys own;
   float X[kBlockRows / 2];  // S^T, then dP^T
+  float next_scores[kBlockRows / 2];  // kScoresAhead
   bool finite = true;       // dK and dV of the thread, kRoundsDq
   for (KeyBlock block = next_block(k, q, own, X, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
@@ -271,28 +277,46 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         register_fence(dV);
         wgmma_fence();
         own.V.issue_scores(X, along(o.address()), !kDropout);
-        issue_gradient<ElementO, kValueDim>(dV, kDropout ? Z : P, across(o.address()));
-        wgmma_wait<kProductsInFlight>();
+        if constexpr (kScoresAhead != 0) {
+          if (step.state & kLastStep) {
+            wgmma_wait<0>();
+          } else {
+            QBuffers next = q;
+            next.advance();
+            next.wait_full();
+            register_fence(next_scores);
+            wgmma_fence();
+            own.K.issue_scores(next_scores, along(next.address()), 0);
+            wgmma_wait<1>();
+          }
+        } else {
+          issue_gradient<ElementO, kValueDim>(dV, kDropout ? Z : P, across(o.address()));
+          wgmma_wait<kProductsInFlight>();
+        }
         register_fence(X);
 
         // dS^T = P^T o (dP^T - D), during the product of dV.
         if (kDropout) drop_gradients(p, X, P, delta);
         score_gradients(X, P, slopes);
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
-        wgmma_wait<0>();
-        register_fence(dV);
+        if constexpr (!kScoresAhead) {
+          wgmma_wait<0>();
+          register_fence(dV);
+        }
         if (kDropout) o.release_loaded(leader);
         else o.release(leader);
         pack_scores<ElementDs>(X, P);
         ds.wait_empty();
-        store_shared_ds(ds.address(), P);
+        if (kComputesDq) store_shared_ds(ds.address(), P);
 
         // S^T = K Q^T of the next step, then dK += dS^T Q.
         if (step.state & kLastStep) {
           v.release(leader);
-          register_fence(dK);
-          wgmma_fence();
-          issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
+          if constexpr (kKeyGradients != 0) {
+            register_fence(dK);
+            wgmma_fence();
+            issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
+          }
           ds.commit(p, step);
           block = load_block(k);  // again, rather than kept in registers
           finite &=
@@ -305,16 +329,25 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         }
         QBuffers next = q;
         next.advance();
-        next.wait_full();
-        register_fence(dK);
-        wgmma_fence();
-        own.K.issue_scores(X, along(next.address()), 0);
-        issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
+        if constexpr (!kScoresAhead) {
+          next.wait_full();
+          register_fence(dK);
+          wgmma_fence();
+          own.K.issue_scores(X, along(next.address()), 0);
+          issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
+        }
         ds.commit(p, step);
         step = load_shared_struct_uniform<Step>(step_of(next));
         decide_dropout(step);
-        wgmma_wait<kProductsInFlight>();
-        register_fence(X);
+        if constexpr (kScoresAhead != 0) {
+          wgmma_wait<0>();
+          register_fence(next_scores);
+#pragma unroll
+          for (int i = 0; i < kBlockRows / 2; ++i) X[i] = next_scores[i];
+        } else {
+          wgmma_wait<kProductsInFlight>();
+          register_fence(X);
+        }
 
         // P^T of the next step, during the product of dK.
         const u32 read = q.empty();

@@ -109,7 +109,7 @@ __device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader&
                                                 block.state & kNextIsHigher);
     const long long statistics = head * (long long)(p.statistics_rows) + row_0 + row;
     int place = int(statistics / kBlockRows);
-    if (!kAccumulatesDq)
+    if (kStoresDs)
       place = int(score_tile(score_tiles_of(p), p.wave, band_of(p), n, kScoreTile, p.split_heads, block.batch,
                              first_head - p.wave.first_head * p.split_heads, tile, block.block)) +
               g * p.score_tiles.head_tiles;
@@ -176,15 +176,15 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
           const bool masked = is_partial(seen, key, key + kBlockKeys);
           const int head = query_head(p, block);
           const long long first_ds =
-              kAccumulatesDq ? 0
-                             : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.split_heads, block.batch,
-                                          head - p.wave.first_head * p.split_heads, tile, block.block);
+              !kStoresDs ? 0
+                         : score_tile(score_tiles_of(p), p.wave, band, n, kScoreTile, p.split_heads, block.batch,
+                                      head - p.wave.first_head * p.split_heads, tile, block.block);
 #pragma unroll 1
           for (int g = 0; g < p.split_heads; ++g) {
             const bool last = i == end - 1 && g == p.split_heads - 1;
             const long long statistics = (head + g) * (long long)(p.statistics_rows) + row_0 + row;
-            const int place = kAccumulatesDq ? int(statistics / kBlockRows)
-                                             : int(first_ds) + g * p.score_tiles.head_tiles;
+            const int place = kStoresDs ? int(first_ds) + g * p.score_tiles.head_tiles
+                                        : int(statistics / kBlockRows);
             const int slope = kAlibi ? __float_as_int(score_head(p, n, block.batch, head + g).alibi) : 0;
             const Step step = {place, row, kExpressions ? head + g : slope,
                                (masked ? kMasked : 0) | (last ? kLastStep : 0) | (counts_after(i, end) ? kCounted : 0) |

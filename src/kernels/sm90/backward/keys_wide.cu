@@ -23,7 +23,7 @@ enum : int {
   kValueRest = kVPanels - kValueFront,
 };
 static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64);
-static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == 2);
+static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == (kStoresDs ? 2 : 0));
 static_assert(kKeysLayout.bytes <= 232448);
 
 // The panels of K and V in shared memory have the same barriers.
@@ -196,7 +196,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         register_fence(dV);
         register_fence(P);
         wgmma_fence();
-        issue_gradient<ElementO, kValueDim>(dV, P, tile_of(o.address()));
+        if (kKeyGradients) issue_gradient<ElementO, kValueDim>(dV, P, tile_of(o.address()));
         exchange.arrive_written();
         exchange.advance();
         if (step.state & kLastStep) {
@@ -290,9 +290,11 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
 #pragma unroll
         for (int i = 0; i < kBlockRows / 4; ++i) P[i] = ElementDs::pack(X[2 * i], X[2 * i + 1]);
         const u32 ds = smem + kKeysLayout.ds + exchange.stage * kKeysLayout.ds_bytes;
-        tma_store_wait_read<kDsStages - 1>();
-        __syncwarp();
-        store_shared_ds(ds, P);
+        if constexpr (kStoresDs != 0) {
+          tma_store_wait_read<kDsStages - 1>();
+          __syncwarp();
+          store_shared_ds(ds, P);
+        }
         exchange.arrive_read();
         exchange.advance();
 
@@ -300,8 +302,8 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         register_fence(dK);
         register_fence(P);
         wgmma_fence();
-        issue_gradient<ElementQ, kHeadDim>(dK, P, tile_of(q.address()));
-        store_global_ds(p, ds, 0, step.tile);
+        if (kKeyGradients) issue_gradient<ElementQ, kHeadDim>(dK, P, tile_of(q.address()));
+        if (kStoresDs) store_global_ds(p, ds, 0, step.tile);
         if (step.state & kLastStep) {
           wgmma_wait<0>();
           register_fence(dK);

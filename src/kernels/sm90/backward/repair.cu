@@ -11,8 +11,8 @@ extern "C" __global__ void __launch_bounds__(32 * kWarps, 1)
   const int warp = blockIdx.x * kWarps + threadIdx.x / 32;
   const int warps = gridDim.x * kWarps;
   const long long queries = (long long)(p.batch) * p.hq * p.sq;
-  for (long long i = warp; i < queries; i += warps)
+  for (long long i = warp; kComputesDq && i < queries; i += warps)
     repair_query(p, int(i / p.sq / p.hq), int(i / p.sq % p.hq), int(i % p.sq));
-  repair_keys(p, warp, warps);
+  if (kKeyGradients) repair_keys(p, warp, warps);
   forget_not_finite(p, gridDim.x);
 }
