@@ -13,10 +13,10 @@ model says of waiting. `invariant` calls are compared with one device's bits. A 
 fulgur's is not timed. In `--seconds` the rows that say most come first: one device and gather, causal calls of middle
 lengths; those that there is no time for are named.
 
-Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows (Ulysses), `2d` does both. fulgur has no ring;
-`ring` is ring-flash-attention's zigzag one, on the module flash_attn that is installed, or on PyTorch's own build of
-FlashAttention-2's kernels, `ring_fulgur` the same on fulgur's, and `torch` and `torch_fulgur` are PyTorch's
-context_parallel likewise.
+Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows (Ulysses), `2d` does both, `turns` is fulgur's
+ring, and `invariant` gather with the bits of one device. `ring` is ring-flash-attention's zigzag one, on the module
+flash_attn that is installed, or on PyTorch's own build of FlashAttention-2's kernels, `ring_fulgur` the same on
+fulgur's, and `torch` and `torch_fulgur` are PyTorch's context_parallel likewise.
 """
 
 import argparse
@@ -40,7 +40,10 @@ import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARDING = {True: "zigzag", False: "contiguous"}  # of causal calls and of full ones
-HEAD_RANKS = {"gather": lambda size: 1, "heads": lambda size: size, "2d": lambda size: 2}
+OURS = {  # of so many ranks, the options of a call
+    "gather": lambda size: {}, "heads": lambda size: {"head_ranks": size}, "2d": lambda size: {"head_ranks": 2},
+    "turns": lambda size: {"ring": True}, "invariant": lambda size: {"invariant": True},
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,13 +135,12 @@ class Rank:
             torch.cuda.synchronize()
         dist.barrier(group=self.group)
 
-    def fulgur(self, case, head_ranks, **options):
+    def fulgur(self, case, **options):
         """A function that makes a call of fulgur, and what it last returned."""
         from fulgur import distributed as fd
 
         q, k, v, dout = self.own(case)
-        how = dict(group=self.of_fulgur[self.size], sharding=SHARDING[case.causal], head_ranks=head_ranks,
-                   causal=case.causal, **options)  # fmt: skip
+        how = dict(group=self.of_fulgur[self.size], sharding=SHARDING[case.causal], causal=case.causal, **options)
         if not case.backward:
             return lambda: (fd.attention(q, k, v, **how),)
         out, lse = fd.attention(q, k, v, return_lse=True, **how)
@@ -211,18 +213,18 @@ class Rank:
         out = attention(*inputs)
         return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
-    def same_bits(self, case, head_ranks):
+    def same_bits(self, case, options):
         """Whether an `invariant` call has the bits of one device."""
         from fulgur.distributed import rows_of
 
         rows = torch.from_numpy(rows_of(SHARDING[case.causal], case.s, self.size, self.rank)).to(self.device)
         want = self.one_device(case, invariant=True)()
-        got = self.fulgur(case, head_ranks, invariant=True)()
+        got = self.fulgur(case, **options | {"invariant": True})()
         return self.slowest(float(any(not torch.equal(x, y[:, rows]) for x, y in zip(got, want)))) == 0
 
     def check(self, case, run):
         """Raises where what a peer computes, out or dq, is not what fulgur does."""
-        got, want = run()[0], self.fulgur(case, 1)()[0]
+        got, want = run()[0], self.fulgur(case)()[0]
         off = ((got - want).abs().max() / want.abs().max()).item()
         if not self.slowest(off) <= 0.03:
             raise ValueError(f"its result is off by {off:.2f} of the largest element")
@@ -253,16 +255,15 @@ class Rank:
         try:
             if way == "one":
                 run = self.one_device(case)
-            elif way in HEAD_RANKS:
-                run = self.fulgur(case, HEAD_RANKS[way](self.size))
             else:
-                run = getattr(self, way)(case)
-                if case.s <= self.args.check:
+                ours = way in OURS
+                run = self.fulgur(case, **OURS[way](self.size)) if ours else getattr(self, way)(case)
+                if case.s <= self.args.check and (way == "turns" or not ours):
                     self.check(case, run)
             seconds = self.seconds(run)
             found |= {"ms": 1e3 * seconds, "tflops": case.flops() / seconds / self.size / 1e12}
-            if way in HEAD_RANKS and case.s <= self.args.check:
-                found["same_bits"] = self.same_bits(case, HEAD_RANKS[way](self.size))
+            if way in OURS and way != "turns" and case.s <= self.args.check:
+                found["same_bits"] = self.same_bits(case, OURS[way](self.size))
         except (ImportError, RuntimeError, ValueError, TypeError) as error:
             found["missing"] = (str(error) or type(error).__name__).splitlines()[0][:200]
         run = None
@@ -297,7 +298,7 @@ class Rank:
                 else:
                     run = lambda: fd.attention(q, k, v, **how)  # noqa: B023, E731
                 row = dataclasses.asdict(case) | {"ranks": size, "rank": rank, "ms": 1e3 * self.seconds(run)}
-                row["predicted_ms"] = predicted(self.args, case, size, 1).get("model_computing_ms")
+                row["predicted_ms"] = predicted(self.args, case, size, "gather").get("model_computing_ms")
                 print(json.dumps(row), flush=True)
 
 
@@ -351,8 +352,8 @@ def ring_attention(own_kernels, group):
 
 def rows_of_table(args):
     """(case, ranks, way), those that say most first."""
-    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "ring": 4, "ring_fulgur": 4, "torch_fulgur": 5,
-                  "torch": 6}
+    importance = {"one": 0, "gather": 0, "heads": 2, "2d": 2, "turns": 2, "invariant": 3, "ring": 4, "ring_fulgur": 4,
+                  "torch_fulgur": 5, "torch": 6}
     middle = 1 << 17
     rows = []
     for at, case in enumerate(cases_of(args)):
@@ -360,14 +361,17 @@ def rows_of_table(args):
         rank = (3 * longer if longer > 0 else -longer) + 2 * (not case.causal)
         for size in args.ranks:
             for way in ["one"] if size == 1 else args.ways:
-                head_ranks = HEAD_RANKS.get(way, lambda size: 1)(size)
+                head_ranks = OURS.get(way, OURS["gather"])(size).get("head_ranks", 1)
                 if case.kv_heads % head_ranks == 0 and (way != "2d" or size % 4 == 0):
                     rows.append((rank + importance[way], at, case, size, way))
     return [row[2:] for row in sorted(rows, key=lambda row: row[:2])]
 
 
-def predicted(args, case, ranks, head_ranks):
-    """The milliseconds of a call that the model expects a rank to compute and to wait."""
+def predicted(args, case, ranks, way):
+    """The milliseconds of a call that the model expects a rank to compute and to wait: of invariant calls none."""
+    if way == "invariant" and case.backward:
+        return {}
+    head_ranks = OURS[way](ranks).get("head_ranks", 1)
     command = [sys.executable, "-m", "fulgur", "explain", "--sq", case.s, "--hq", case.heads, "--hk", case.kv_heads,
                "--d", case.d, "--dtype", "bf16", "--ranks", ranks, "--link", args.link]  # fmt: skip
     command += ["--causal"] * case.causal + ["--backward"] * case.backward
@@ -378,7 +382,12 @@ def predicted(args, case, ranks, head_ranks):
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode != 0:
         return {}
-    way = "gather" if head_ranks == 1 else f"heads {'and gather ' if head_ranks < ranks else ''}({head_ranks} ranks)"
+    if way == "turns":
+        way = "ring"
+    elif head_ranks == 1:
+        way = "gather"
+    else:
+        way = f"heads {'and gather ' if head_ranks < ranks else ''}({head_ranks} ranks)"
     line = next((x for x in done.stdout.splitlines() if x.startswith(f"  {way} ")), None)
     if line is None:
         return {}
@@ -442,10 +451,10 @@ def case_of(row):
 def add_model(args, rows):
     """To rows of fulgur what the model expects, and to all how many times faster than one device they are."""
     one = {case_of(row): row["ms"] for row in rows if row.get("way") == "one" and "ms" in row}
-    of_fulgur = [row for row in rows if row.get("way") in HEAD_RANKS and "ms" in row]
+    of_fulgur = [row for row in rows if row.get("way") in OURS and "ms" in row]
 
     def model(row):
-        return predicted(args, case_of(row), row["ranks"], HEAD_RANKS[row["way"]](row["ranks"]))
+        return predicted(args, case_of(row), row["ranks"], row["way"])
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         for row, found in zip(of_fulgur, threads.map(model, of_fulgur)):
@@ -487,7 +496,7 @@ def main():
     add("--d", type=int, default=128)
     add("--masks", type=listed(str), default=["causal", "full"])
     add("--passes", type=listed(str), default=["forward", "backward"])
-    add("--ways", type=listed(str), default=["gather", "heads", "2d", "ring", "ring_fulgur", "torch", "torch_fulgur"])
+    add("--ways", type=listed(str), default=[*OURS, "ring", "ring_fulgur", "torch", "torch_fulgur"])
     add("--check", type=number, default=number("32k"), help="the longest call whose bits are compared")
     add("--link", default=None, help="as of fulgur explain; of GPUs 386e9,14us, of processes of a CPU 5e9,50us")
     add("--card", help="that the model is of; by default the device's")

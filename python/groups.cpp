@@ -54,11 +54,11 @@ Mask mask_of(int64_t left, int64_t right, int64_t chunk, bool top_left) {
 
 }  // namespace
 
-Distribution distribution_of(const std::string& sharding, int head_ranks) {
+Distribution distribution_of(const std::string& sharding, int head_ranks, bool ring) {
   for (const auto& [name, value] :
        {std::pair{"contiguous", Sharding::kContiguous}, std::pair{"zigzag", Sharding::kZigzag},
         std::pair{"by_area", Sharding::kByArea}, std::pair{"by_page", Sharding::kByPage}}) {
-    if (sharding == name) return {value, head_ranks};
+    if (sharding == name) return {value, head_ranks, ring};
   }
   fail(fmt::format("sharding: got \"{}\", want contiguous, zigzag, by_area or by_page", sharding));
 }
@@ -95,13 +95,13 @@ void register_groups(nb::module_& m) {
       .def_prop_ro("dead", &Group::dead);
   m.def("rows_of_length", [](const std::string& sharding, int64_t length, int ranks, int rank,
                              int64_t left, int64_t right, int64_t chunk, bool top_left) {
-    return rows_of(distribution_of(sharding, 1).sharding, length, ranks, rank,
+    return rows_of(distribution_of(sharding, 1, false).sharding, length, ranks, rank,
                    mask_of(left, right, chunk, top_left));
   });
   m.def("rows_of_sequences",
         [](const std::string& sharding, const std::vector<int32_t>& cu_seqlens, int ranks, int rank,
            int64_t left, int64_t right, int64_t chunk, bool top_left) {
-          return rows_of(distribution_of(sharding, 1).sharding, cu_seqlens, ranks, rank,
+          return rows_of(distribution_of(sharding, 1, false).sharding, cu_seqlens, ranks, rank,
                          mask_of(left, right, chunk, top_left));
         });
 }

@@ -10,7 +10,7 @@
 namespace fulgur::python {
 
 /// "contiguous", "zigzag", "by_area" or "by_page".
-Distribution distribution_of(const std::string& sharding, int head_ranks);
+Distribution distribution_of(const std::string& sharding, int head_ranks, bool ring);
 
 void register_groups(nanobind::module_& m);
 

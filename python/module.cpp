@@ -123,11 +123,11 @@ void compute(const nb::dict& views, const nb::dict& options, uintptr_t stream, u
 
 template <class Args>
 void compute_by_group(const fulgur::Group& group, const std::string& sharding, int head_ranks,
-                      const nb::dict& views, const nb::dict& options, uintptr_t stream,
+                      bool ring, const nb::dict& views, const nb::dict& options, uintptr_t stream,
                       uint64_t seed, uint64_t offset) {
   const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
-  const auto distribution = fulgur::python::distribution_of(sharding, head_ranks);
+  const auto distribution = fulgur::python::distribution_of(sharding, head_ranks, ring);
   const fulgur::python::WithoutGil unlocked;
   fulgur::plan(args, read, group, distribution).run(args, read_run(stream, seed, offset));
 }
@@ -469,9 +469,9 @@ NB_MODULE(_fulgur, m) {
         "offset"_a);
   fulgur::python::register_groups(m);
   m.def("forward_by_group", &compute_by_group<ForwardArgs>, "group"_a, "sharding"_a, "head_ranks"_a,
-        "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
+        "ring"_a, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
   m.def("backward_by_group", &compute_by_group<BackwardArgs>, "group"_a, "sharding"_a,
-        "head_ranks"_a, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
+        "head_ranks"_a, "ring"_a, "views"_a, "options"_a, "stream"_a, "seed"_a, "offset"_a);
   m.def("merge", &merge, "outs"_a, "lses"_a, "out"_a, "lse"_a, "stream"_a);
   m.def("scores", &scores, "views"_a, "options"_a, "stage"_a, "stream"_a);
   m.def("scores_shape", &scores_shape, "views"_a, "options"_a);

@@ -16,7 +16,8 @@ import report_file
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 REPORT = ROOT / "docs/performance/distributed.json.gz"
 WAYS = {
-    "one": "one device", "gather": "gather", "heads": "heads", "2d": "heads and gather", "ring": "ring",
+    "one": "one device", "gather": "gather", "invariant": "gather, invariant", "heads": "heads",
+    "2d": "heads and gather", "turns": "fulgur's ring", "ring": "ring",
     "ring_fulgur": "ring on fulgur", "torch": "context_parallel", "torch_fulgur": "context_parallel on fulgur",
 }
 # TFLOP/s of an H100, of 8, of 64 query and 8 key heads of 128 columns: MagiAttention's charts, forward and backward.

@@ -380,6 +380,7 @@ typedef struct fulgur_distribution {
   size_t struct_size;  ///< sizeof(fulgur_distribution)
   int sharding;        ///< a fulgur_sharding
   int head_ranks;      ///< ranks that exchange heads for rows; 1: none
+  int ring;            ///< keys of one rank at a time come, and results are merged
 } fulgur_distribution;
 
 /// `rows` <- as many as fit of the rows of a sequence that a rank has, `*count` <- how many there

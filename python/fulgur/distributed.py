@@ -203,7 +203,7 @@ def rows_of(sharding, length, ranks, rank, *, causal=True, window=None, chunk=0,
     return np.array(rows, np.int64)
 
 
-def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse=False, **options):
+def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, ring=False, return_lse=False, **options):
     """:func:`fulgur.attention` of sequences whose rows lie in all processes of a group.
 
     Args:
@@ -213,6 +213,8 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
         sharding: which rows a process has, see :func:`rows_of`.
         head_ranks: so many processes side by side exchange heads for rows before they compute (Ulysses). It divides
             the processes and the heads of k.
+        ring: keys of one process at a time come, and partial results are merged: less memory, for other last bits than
+            those of one process. Calls do so by themselves where max_workspace forbids to gather keys.
         return_lse: also return the log-sum-exp of each row.
         options: causal, window, chunk, top_left, scale, softcap, alibi_slopes, sinks, bias, score_mod, mask_mod,
             tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, invariant,
@@ -233,7 +235,7 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
         ValueError, TypeError: an argument is wrong, on any rank, which the message names.
         fulgur.Error: a rank has left or hangs.
     """
-    call = _Call(group, sharding, head_ranks, options)
+    call = _Call(group, sharding, head_ranks, ring, options)
     return_lse = _a.flag("return_lse", return_lse)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(q, torch.Tensor):
@@ -246,8 +248,8 @@ def attention(q, k, v, *, group, sharding="contiguous", head_ranks=1, return_lse
 
 
 def attention_backward(
-    dout, q, k, v, out, lse, *, group, sharding="contiguous", head_ranks=1, dlse=None, dbias=None, dtensors=None,
-    **options,
+    dout, q, k, v, out, lse, *, group, sharding="contiguous", head_ranks=1, ring=False, dlse=None, dbias=None,
+    dtensors=None, **options,
 ):  # fmt: skip
     """:func:`fulgur.attention_backward` likewise, of the rows of this process.
 
@@ -255,7 +257,7 @@ def attention_backward(
         (dq, dk, dv), after them dsinks with sinks, dbias where it is given, and with dtensors a dict of these, which
         are the same on all processes.
     """
-    call = _Call(group, sharding, head_ranks, options)
+    call = _Call(group, sharding, head_ranks, ring, options)
     given = dict(dlse=dlse, dbias=dbias, dtensors=dtensors)
     return call.backward(dict(dout=dout, q=q, k=k, v=v, out=out, lse=lse), given)
 
@@ -268,13 +270,13 @@ def _on_host(array):
 class _Call:
     """What calls of all processes have in common."""
 
-    def __init__(self, group, sharding, head_ranks, given):
+    def __init__(self, group, sharding, head_ranks, ring, given):
         for name in given.keys() - _KNOWN:
             raise TypeError(f"attention() got an unexpected keyword argument {name!r}")
         self.group = (group if isinstance(group, Group) else Group.from_torch(group))._group
         if not isinstance(sharding, str):
             raise TypeError(f"sharding: got {sharding!r}, want a string")
-        self.how = sharding, _a.integer("head_ranks", head_ranks, *_a.INT32)
+        self.how = sharding, _a.integer("head_ranks", head_ranks, *_a.INT32), _a.flag("ring", ring)
         self.options = _a.options(given)
         self.random = _a.random_numbers(given)
         self.tensors = {name: given[name] for name in _TENSORS if given.get(name) is not None}

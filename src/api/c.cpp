@@ -343,8 +343,8 @@ Sharding sharding_of(int number) {
 }
 
 fulgur::Distribution convert(const fulgur_distribution* given) {
-  const auto from = read_struct("distribution", given, sizeof(fulgur_distribution));
-  return {sharding_of(from.sharding), from.head_ranks};
+  const auto from = read_struct("distribution", given, offsetof(fulgur_distribution, ring));
+  return {sharding_of(from.sharding), from.head_ranks, from.ring != 0};
 }
 
 const Group& required(const fulgur_group* group) {

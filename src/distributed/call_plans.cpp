@@ -54,6 +54,7 @@ std::string bytes_of(const Args& args, const Options& options, const Distributio
   key.add(std::is_same_v<Args, BackwardArgs>);
   key.add(distribution.sharding);
   key.add(distribution.head_ranks);
+  key.add(distribution.ring);
   const auto& [mask, scale, softcap, score_mod, mask_mod, dropout_p, max_seqlen_q, max_seqlen_k,
                deterministic, invariant, fast_codes, max_workspace, threads, engine, algorithm,
                origin] = options;

@@ -174,6 +174,7 @@ Fields distributed::fields_of(const Args& args, const Problem& p,
   same("device", p.device == Device{} ? "cpu" : "cuda");
   same("sharding", name_of(distribution.sharding));
   same("head_ranks", distribution.head_ranks);
+  same("ring", distribution.ring);
   const auto rows = [&](DType dtype, int64_t heads, int64_t dim) {
     return fmt::format("{}, {} heads of {} columns in a batch of {}", fulgur::name_of(dtype), heads,
                        dim, p.batch);
@@ -219,7 +220,8 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
       me(in_group.rank()),
       options(in_options),
       sharding(in.sharding),
-      head_ranks(in.head_ranks) {
+      head_ranks(in.head_ranks),
+      ring(in.ring) {
   const ConstTensor &cu_q = args.lengths.cu_seqlens_q, &cu_k = args.lengths.cu_seqlens_k;
   const int ranks = group.size();
   std::vector<int64_t> q_ends, k_ends;
@@ -254,6 +256,12 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
     if (head_ranks < 1 || ranks % head_ranks != 0 || problem.hk % head_ranks != 0) {
       fail("head_ranks", "got {}, want a divisor of the {} ranks and of the {} heads of k",
            head_ranks, ranks, problem.hk);
+    }
+    if (ring && head_ranks != 1) {
+      fail("ring", "given with {} ranks that share out heads, want head_ranks 1", head_ranks);
+    }
+    if (ring && problem.invariant) {
+      fail("ring", "given with invariant, want none: it divides the sums of a row among ranks");
     }
     const Problem& p = problem;
     fields = distributed::fields_of(args, p, in);
@@ -304,15 +312,36 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   used_queries(args.lengths);  // checks them
   used_keys(args.lengths);
   if (args.bias.given()) check_whole_bias(args, *this);
-  if constexpr (std::is_same_v<Args, BackwardArgs>) {
-    distributed::StepMemory arena(nullptr);
-    distributed::Sums(*this, args, arena);
-    sum_bytes = arena.used();
-  }
-
   host_memory = &distributed::memory_of(group.impl(), {});
   memory = &distributed::memory_of(group.impl(), problem.device);
+  choose_steps(args);
+  memory->reserve(common_bytes);
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    planned_forward = args;
+  } else {
+    planned_backward = args;
+  }
+}
 
+/// What the steps that are set take.
+template <class Args>
+void RowsPlan::measure(const Args& args) {
+  if (ring) steps = group.size();
+  distributed::StepMemory sums(nullptr);
+  distributed::Sums(*this, args, sums);
+  sum_bytes = sums.used();
+  step_bytes = common_bytes = 0;
+  for (int64_t step = 0; step < steps; ++step) {
+    distributed::StepMemory common(nullptr), own(nullptr);
+    distributed::Step(*this, in_common() ? common : own, own, step);
+    step_bytes = std::max(step_bytes, own.used());
+    common_bytes = std::max(common_bytes, common.used());
+  }
+}
+
+/// Sets steps, and whether ranks form a ring, the same on all of them.
+template <class Args>
+void RowsPlan::choose_steps(const Args& args) {
   // As few steps as hide transfers and fit the memory; gradients of keys by gathered queries are
   // shared out among threads by heads.
   const int64_t most = problem.hk / head_ranks;
@@ -320,26 +349,30 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   steps = gathers_queries() || !transfers
               ? 1
               : distributed::steps_of(problem.pass, problem.device == Device{}, most);
-  for (;; ++steps) {
-    step_bytes = common_bytes = 0;
-    for (int64_t step = 0; step < steps; ++step) {
-      distributed::StepMemory common(nullptr), own(nullptr);
-      distributed::Step(*this, in_common() ? common : own, own, step);
-      step_bytes = std::max(step_bytes, own.used());
-      common_bytes = std::max(common_bytes, common.used());
-    }
-    const int64_t bytes = workspace_bytes();
-    if (options.max_workspace == 0 || bytes <= options.max_workspace) break;
-    if (steps == most) {
-      fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, bytes);
-    }
+  measure(args);
+  if (options.max_workspace == 0) return;
+  const auto fits = [&] { return workspace_bytes() <= options.max_workspace; };
+  while (!ring && !fits() && steps < most) {
+    ++steps;
+    measure(args);
   }
-  memory->reserve(common_bytes);
-  if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    planned_forward = args;
-  } else {
-    planned_backward = args;
+  const int64_t gathered = workspace_bytes();
+  if (!ring && !fits() && !problem.invariant && head_ranks == 1 && group.size() > 1) {
+    ring = true;
+    measure(args);
   }
+  // Ranks have a few rows more or less than others.
+  const int64_t least = fits() ? 0 : std::min(gathered, workspace_bytes());
+  int64_t wanted = 0;
+  for (const auto& of_rank : group.impl().agree({}, {}, {ring, steps, least})) {
+    ring = ring || of_rank[0] == 1;
+    steps = std::max(steps, of_rank[1]);
+    wanted = std::max(wanted, of_rank[2]);
+  }
+  if (wanted > 0) {
+    fail("max_workspace", "got {} bytes, want at least {}", options.max_workspace, wanted);
+  }
+  measure(args);
 }
 
 int64_t distributed::steps_of(Pass pass, bool on_host, int64_t heads) {
@@ -373,7 +406,12 @@ std::string RowsPlan::explain() const {
       plan.me, plan.group.size(), plan.q_rows.count(plan.me), plan.q_rows.total(),
       plan.k_rows.count(plan.me), plan.k_rows.total(), name_of(plan.sharding),
       plan.q_rows.of(plan.me).size(), plan.queries(), p.hk / plan.head_ranks, p.hk, plan.steps,
-      p.pass == Pass::kForward ? "gathers keys and values: a row has the bits of one device"
+      p.pass == Pass::kForward && plan.ring ? "keys and values of one rank at a time, the next "
+                                              "one's first: partial results are merged"
+      : plan.ring
+          ? "keys and values of one rank at a time, the next one's first: dQ is added up in "
+            "that order, dK and dV of all ranks in f32"
+      : p.pass == Pass::kForward ? "gathers keys and values: a row has the bits of one device"
       : p.invariant
           ? "gathers keys, values and queries: gradients have the bits of one device"
           : "gathers keys and values; dK and dV of all ranks are added in their order, in f32",

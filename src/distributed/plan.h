@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
@@ -48,15 +49,17 @@ struct RowsPlan final : DistributedPlan::Impl {
   void run(const ForwardArgs& args, const Run& run) const override;
   void run(const BackwardArgs& args, const Run& run) const override;
   std::string explain() const override;
-  /// Of two steps, and of what is on its way: on GPUs the last exchange's, too. Of what ranks have
-  /// in common each counts its share.
+  /// Of two steps, where there are as many, and of what is on its way: on GPUs the last exchange's,
+  /// too. Of what ranks have in common each counts its share.
   int64_t workspace_bytes() const override {
-    return (problem.device == Device{} ? 3 : 4) * step_bytes +
+    const int64_t exchanges = problem.device == Device{} ? 1 : 2;
+    return (std::min<int64_t>(steps, 2) + exchanges) * step_bytes +
            Memory::kInCommon * common_bytes / group.size() + sum_bytes;
   }
 
   /// The kv heads that a rank computes in a step.
   Heads heads(int rank, int64_t step) const {
+    if (ring) return {0, problem.hk};
     const int64_t all = problem.hk / head_ranks, first = rank % head_ranks * all;
     const int64_t begin = step * all / steps, end = (step + 1) * all / steps;
     return {first + begin, end - begin};
@@ -65,6 +68,13 @@ struct RowsPlan final : DistributedPlan::Impl {
   Heads q_heads(const Heads& kv) const {
     return {kv.begin * problem.group(), kv.count * problem.group()};
   }
+  /// Of a ring: the rank whose keys come here in a step, and the one that gets those of this rank.
+  int source(int64_t step) const { return static_cast<int>((me + step) % group.size()); }
+  int reader(int64_t step) const {
+    return static_cast<int>((me + group.size() - step) % group.size());
+  }
+  /// How many keys a rank has at hand in a step.
+  int64_t keys(int64_t step) const { return ring ? k_rows.count(source(step)) : k_rows.total(); }
   bool same_node(int a, int b) const { return a / head_ranks == b / head_ranks; }
   /// Whether a rank has the queries of another one, for its heads: the backward pass by gathered
   /// queries has all.
@@ -91,7 +101,7 @@ struct RowsPlan final : DistributedPlan::Impl {
   /// Whether a rank computes its own queries alone, which stay where they are.
   bool queries_stay() const { return head_ranks == 1 && !gathers_queries(); }
   /// Whether ranks have the gathered rows in common, as each of them needs the same.
-  bool in_common() const { return memory->has_common() && head_ranks == 1; }
+  bool in_common() const { return memory->has_common() && head_ranks == 1 && !ring; }
   DType sum_dtype() const { return problem.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   Group group;
@@ -100,15 +110,22 @@ struct RowsPlan final : DistributedPlan::Impl {
   Problem problem;  ///< of the rows of this rank, as a call of its own
   Sharding sharding;
   int head_ranks;
+  bool ring;
   bool packed = false;
   Rows q_rows, k_rows;
   int64_t steps = 1;
   int64_t step_bytes = 0, common_bytes = 0;  ///< memory of a step; that ranks have in common
   Memory* memory = nullptr;                  ///< where tensors lie
   Memory* host_memory = nullptr;             ///< for dsinks
-  int64_t sum_bytes = 0;                     ///< of a backward pass: Sums
+  int64_t sum_bytes = 0;                     ///< of Sums
   ForwardArgs planned_forward;
   BackwardArgs planned_backward;
+
+ private:
+  template <class Args>
+  void measure(const Args& args);
+  template <class Args>
+  void choose_steps(const Args& args);
 };
 
 /// Memory of a step; without a base it only counts.
@@ -138,8 +155,8 @@ class StepMemory {
   int64_t used_ = 0;
 };
 
-/// What a rank computes with in a step: some queries and all keys, of some heads. Queries that stay
-/// where they are have no memory here.
+/// What a rank computes with in a step: some queries and all keys, of some heads, or the keys of
+/// one rank. Queries that stay where they are have no memory here.
 struct Step {
   Part q, k, v, out, lse;       // both passes
   Part dout, dlse, dq, dk, dv;  // backward; dk and dv: sums, or gradients
@@ -148,7 +165,7 @@ struct Step {
   /// Gathered rows lie in `gathered`.
   Step(const RowsPlan& plan, StepMemory& gathered, StepMemory& arena, int64_t step) {
     const Problem& p = plan.problem;
-    const int64_t batch = p.batch, queries = plan.queries(), keys = plan.k_rows.total();
+    const int64_t batch = p.batch, queries = plan.queries(), keys = plan.keys(step);
     const int64_t hk = plan.heads(plan.me, step).count, hq = hk * p.group();
     k = gathered.rows(p.dtypes.k, batch, keys, hk, p.d);
     v = gathered.rows(p.dtypes.v, batch, keys, hk, p.dv);
@@ -203,16 +220,31 @@ struct WholeGradient {
   }
 };
 
-/// The sums of a backward pass.
+/// What is added up over the steps of a run, and of a ring what a call adds to it.
 struct Sums {
   static constexpr int64_t kAtATime = 1 << 13;  // rows of whole gradients that ranks exchange
   Part dk, dv;                                  // of the rows of this rank
+  Part out, lse, of_call_out, of_call_lse;      // of a ring's forward pass: merged
+  Part dq, of_call_dq;                          // of its backward pass
   std::deque<WholeGradient> whole;              // of the bias, then of tensors
   Part total;                                   // over ranks, of some rows
 
   Sums() = default;
+  Sums(const RowsPlan& plan, const ForwardArgs&, StepMemory& arena) {
+    if (!plan.ring) return;
+    const Problem& p = plan.problem;
+    const int64_t rows = plan.queries();
+    out = arena.rows(plan.sum_dtype(), p.batch, rows, p.hq, p.dv);
+    lse = arena.lse(p.lse_dtype(), p.batch, rows, p.hq);
+    of_call_out = arena.rows(p.dtypes.out, p.batch, rows, p.hq, p.dv);
+    of_call_lse = arena.lse(p.lse_dtype(), p.batch, rows, p.hq);
+  }
   Sums(const RowsPlan& plan, const BackwardArgs& args, StepMemory& arena) {
     const Problem& p = plan.problem;
+    if (plan.ring) {
+      dq = arena.rows(plan.sum_dtype(), p.batch, plan.queries(), p.hq, p.d);
+      of_call_dq = arena.rows(p.dtypes.q, p.batch, plan.queries(), p.hq, p.d);
+    }
     if (!plan.gathers_queries()) {
       const int64_t rows = plan.k_rows.count(plan.me);
       dk = arena.rows(plan.sum_dtype(), p.batch, rows, p.hk, p.d);

@@ -1,8 +1,8 @@
 // A call of all ranks. Rank c computes the queries of its node, `head_ranks` ranks side by side,
 // for a part of the heads, over all keys: it fetches these, calls the one-device engine for each
-// run of rows, and returns what it has computed to the ranks that have the rows. No result is ever
-// merged: the sums of a row are those of one device. The heads go in steps, and what a step needs
-// comes while the one before is computed.
+// run of rows, and returns what it has computed to the ranks that have the rows. The heads go in
+// steps, and what a step needs comes while the one before is computed. No result is merged, but
+// where ranks form a ring: a step then has the keys of one rank, for all heads, its own first.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -97,7 +97,7 @@ class Work {
       if (plan_.queries_stay()) calls_.set_queries(number, step);
       return line.add([this, number, step, mark = computed[number % 2]] {
         memory_.after(mark);
-        fetch(number, step);
+        if (!plan_.ring || number > 0) fetch(number, step);
       });
     };
     std::shared_future<void> arrived = fetched(0);
@@ -113,6 +113,7 @@ class Work {
           [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
     }
     calls_.join();
+    if (!kBackward && plan_.ring) calls_.round_merged();
     line.add([this, mark = calls_.mark()] {
           if constexpr (kBackward) finish_gradients(mark);
           memory_.settle();
@@ -147,6 +148,11 @@ class Work {
       }
     };
     const auto keys = [&](const Part& local, const Part& to) {
+      if (plan_.ring) {
+        all.send(plan_.reader(number), local);
+        all.receive(plan_.source(number), to);
+        return;
+      }
       for (int r = 0; r < group_.ranks; ++r) {
         if (!brings(r)) continue;
         const Heads heads = plan_.heads(r, number);
@@ -196,6 +202,11 @@ class Work {
       queries(step.dq, part(args_.dq));
       const bool sums = !plan_.gathers_queries();
       const auto keys = [&](const Part& from, const Part& local) {
+        if (plan_.ring) {
+          all.send(plan_.source(number), from);
+          all.receive_sum(plan_.reader(number), local);
+          return;
+        }
         for (int r = 0; r < group_.ranks; ++r) {
           if (!sums && !plan_.same_node(plan_.me, r)) continue;
           for (const RowRun& run : plan_.k_rows.of(r)) {
@@ -210,12 +221,16 @@ class Work {
       };
       keys(step.dk, sums ? calls_.sums.dk : part(args_.dk));
       keys(step.dv, sums ? calls_.sums.dv : part(args_.dv));
-      all.run(!sums && plan_.head_ranks == 1);
+      all.run((!sums && plan_.head_ranks == 1) || (plan_.ring && number == 0));
     }
   }
 
   /// What all ranks have computed, in the order of ranks, rounded once.
   void finish_gradients(const Order::Mark& computed) {
+    if (plan_.ring) {
+      memory_.after(computed);
+      memory_.round(calls_.sums.dq, part(args_.dq));
+    }
     if (!plan_.gathers_queries()) {
       memory_.round(calls_.sums.dk, part(args_.dk));
       memory_.round(calls_.sums.dv, part(args_.dv));

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/convert.h"
+#include "fulgur/merge.h"
 
 namespace fulgur::distributed {
 namespace {
@@ -39,6 +40,9 @@ T of_bias(const T& whole, const RowsCall& c, const Heads& heads) {
 Part part(const ConstTensor& t) { return Part::of_rows(t); }
 Part part(const Tensor& t) { return Part::of_rows(t); }
 
+/// The rows of a call, which lie from `at` on.
+Part part_of(const Part& x, const RowsCall& c, int64_t at) { return c.of.of(x).rows(at, c.size); }
+
 }  // namespace
 
 template <class Args>
@@ -55,8 +59,8 @@ StepCalls<Args>::StepCalls(const RowsPlan& plan, const Args& args, const Run& ru
   memory_.after(computing_->mark());
   make_sums();
   streams_.fill({run_, computing_.get()});
-  // Gradients of keys are sums over calls, which follow each other.
-  const std::optional<Run> second = kBackward ? std::nullopt : memory_.second(run_);
+  // Gradients of keys, and all of a ring, are sums over calls, which follow each other.
+  const std::optional<Run> second = kBackward || plan_.ring ? std::nullopt : memory_.second(run_);
   if (!second) return;
   second_ = memory_.computing(*second);
   streams_[1] = {*second, second_.get()};
@@ -112,8 +116,14 @@ void StepCalls<Args>::set_queries(int64_t number, Step& step) const {
   if constexpr (kBackward) {
     step.dout = of_heads(part(args_.dout));
     if (p_.has(Arg::kDlse)) step.dlse = of_heads(Part::of_lse(args_.dlse));
-    step.dq = of_heads(part(args_.dq));
+    step.dq = plan_.ring ? sums.of_call_dq : of_heads(part(args_.dq));
+  } else if (plan_.ring) {
+    step.out = sums.of_call_out;
+    step.lse = sums.of_call_lse;
   }
+  if (!plan_.ring || number > 0) return;
+  step.k = part(args_.k);
+  step.v = part(args_.v);
 }
 
 /// The options of a call of a part of a sequence.
@@ -135,18 +145,30 @@ Options StepCalls<Args>::options_of(const Sequences& s, const Heads& heads, int6
 /// The calls of a step, the one with the most scores first: a short one then fills what it leaves
 /// idle at its end. Sums of dk and dv are of the keys that some row of a call sees.
 template <class Args>
-std::vector<RowsCall> StepCalls<Args>::calls_of_step() const {
+std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number) const {
   std::vector<RowsCall> calls;
   each_run(plan_.q_rows, [&](int source, const RowRun& run, const Sequences& s) {
     const int64_t size = std::min(run.end, s.queries) - run.begin;
     if (size <= 0) return;
     KeyRange keys{0, s.keys};
-    if (kBackward && !plan_.gathers_queries()) {
+    if (plan_.ring || (kBackward && !plan_.gathers_queries())) {
       constexpr int64_t kKeys = 64;  // at a multiple of which those of a call begin
       keys = visible_keys(p_.mask, {.sq = s.queries, .sk = s.keys}, run.begin, run.begin + size);
       keys.begin = std::min(keys.begin, keys.end) / kKeys * kKeys;
     }
-    calls.push_back({source, run, s, size, keys});
+    if (!plan_.ring) {
+      calls.push_back({source, run, s, size, keys, plan_.k_rows.begin(run.sequence) + keys.begin});
+      return;
+    }
+    for (const RowRun& here : plan_.k_rows.of(plan_.source(number))) {
+      const KeyRange seen{std::max(keys.begin, here.begin), std::min(keys.end, here.end)};
+      if (here.sequence != run.sequence || seen.empty()) continue;
+      calls.push_back({source, run, s, size, seen, here.place + seen.begin - here.begin});
+    }
+    // The sinks join the softmax once.
+    if (!kBackward && number == 0 && args_.sinks.given()) {
+      calls.push_back({source, run, s, size, {}, 0});
+    }
   });
   std::ranges::stable_sort(calls, std::greater(), [](const RowsCall& c) {
     return static_cast<double>(c.size) * static_cast<double>(c.keys.end - c.keys.begin);
@@ -158,11 +180,11 @@ template <class Args>
 void StepCalls<Args>::compute(int64_t number, const Step& step) {
   const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
   if (has_lengths() || !dsinks.empty()) memory_.settle();  // the host waits for the step
-  if (has_lengths()) write_padding(step);
-  const std::vector<RowsCall> calls = calls_of_step();
+  if (has_lengths() && !plan_.ring) write_padding(step);
+  const std::vector<RowsCall> calls = calls_of_step(number);
   bool stores = false;  // the first call its dk and dv where those of others are added
   if constexpr (kBackward) {
-    if (args_.dsinks.given()) compute_dsinks(heads, step);
+    if (args_.dsinks.given() && (!plan_.ring || number == 0)) compute_dsinks(heads, step);
     stores = first_call_covers();
     const KeyRange stored = stores ? calls.front().keys : KeyRange{};
     if (has_lengths() || !plan_.gathers_queries()) {
@@ -188,12 +210,21 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
       call.dk = dk.tensor();
       call.dv = dv.tensor();
       backward(call, options, c, heads, stream);
+      if (plan_.ring) {
+        const int64_t at = plan_.place(plan_.me, c.source, c.run);
+        stream.order->add(part_of(step.dq, c, at), part_of(sums.dq, c, at));
+      }
       if (in_place) continue;
       stream.order->add(dk, keys_of(c, step.dk));
       stream.order->add(dv, keys_of(c, step.dv));
     } else {
-      call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
+      const bool with_sinks = !plan_.ring || c.keys.empty();
+      if (with_sinks) call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
       fulgur::forward(call, options, stream.run);
+      if (!plan_.ring) continue;
+      const int64_t at = plan_.place(plan_.me, c.source, c.run);
+      const Tensor out = part_of(sums.out, c, at).tensor(), lse = part_of(sums.lse, c, at).lse();
+      merge(std::array<Partial, 2>{{{out, lse}, {call.out, call.lse}}}, {out, lse}, stream.run);
     }
   }
   if constexpr (kBackward) {
@@ -205,14 +236,14 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
 template <class Args>
 Args StepCalls<Args>::call_of(const RowsCall& c, const Heads& heads, const Step& step) const {
   const int64_t at = plan_.place(plan_.me, c.source, c.run);
-  const auto rows = [&](const Part& x) { return c.of.of(x).rows(at, c.size); };
+  const auto rows = [&](const Part& x) { return part_of(x, c, at); };
   const auto keys = [&](const Part& x) { return keys_of(c, x).tensor(); };
   Args call;
   call.q = rows(step.q).tensor();
   call.k = keys(step.k);
   call.v = keys(step.v);
   call.out = rows(step.out).tensor();
-  if (p_.has(Arg::kLse)) call.lse = rows(step.lse).lse();
+  if (p_.has(Arg::kLse) || plan_.ring) call.lse = rows(step.lse).lse();
   call.alibi_slopes = slopes(heads, c.of);
   call.rng_state = args_.rng_state;
   call.bias = of_bias(args_.bias, c, heads);
@@ -228,7 +259,7 @@ Args StepCalls<Args>::call_of(const RowsCall& c, const Heads& heads, const Step&
 /// The keys of a call, of those of all sequences.
 template <class Args>
 Part StepCalls<Args>::keys_of(const RowsCall& c, const Part& x) const {
-  return c.of.of(x).rows(plan_.k_rows.begin(c.run.sequence) + c.keys.begin, count_of(c.keys));
+  return c.of.of(x).rows(c.keys_at, count_of(c.keys));
 }
 
 /// Computes a call, and adds what it gives of gradients that all ranks get whole.
@@ -280,7 +311,8 @@ void StepCalls<Args>::clear_outside(const KeyRange& stored, const Part& of_keys)
 /// where others are added.
 template <class Args>
 bool StepCalls<Args>::first_call_covers() const {
-  return !plan_.gathers_queries() && !plan_.packed && !has_lengths() && plan_.queries() > 0;
+  return !plan_.ring && !plan_.gathers_queries() && !plan_.packed && !has_lengths() &&
+         plan_.queries() > 0;
 }
 
 /// What no query and no key gets: no results, and gradients of 0.
@@ -291,6 +323,14 @@ void StepCalls<Args>::write_padding(const Step& step) const {
   } else {
     fill(step.out, 0);
     if (p_.has(Arg::kLse)) fill(step.lse, -std::numeric_limits<float>::infinity());
+  }
+}
+
+template <class Args>
+void StepCalls<Args>::round_merged() const {
+  if constexpr (!kBackward) {
+    computing_->round(sums.out, part(args_.out));
+    if (p_.has(Arg::kLse)) computing_->copy(sums.lse, Part::of_lse(args_.lse));
   }
 }
 
@@ -387,15 +427,18 @@ void StepCalls<Args>::compute_dsinks(const Heads& heads, const Step& step) {
 
 template <class Args>
 void StepCalls<Args>::make_sums() {
+  StepMemory arena(memory_.room(Memory::kSums, plan_.sum_bytes), p_.device);
+  sums = Sums(plan_, args_, arena);
+  if (plan_.ring) computing_->after(memory_.mark());
   if constexpr (kBackward) {
-    StepMemory counted(nullptr);
-    Sums(plan_, args_, counted);
-    StepMemory arena(memory_.room(Memory::kSums, counted.used()), p_.device);
-    sums = Sums(plan_, args_, arena);
+    if (plan_.ring) computing_->clear(sums.dq);
     memory_.clear(sums.dk);
     memory_.clear(sums.dv);
     for (const WholeGradient& g : sums.whole) memory_.clear(g.sums);
     if (args_.dsinks.given()) dsinks.resize(p_.hq);
+  } else if (plan_.ring) {
+    computing_->clear(sums.out);
+    fill(sums.lse, -std::numeric_limits<float>::infinity());
   }
 }
 

@@ -21,13 +21,15 @@ struct Sequences {
   Part of(const Part& x) const { return x.slice(0, first, count); }
 };
 
-/// A run of rows as a call, with those of all keys that it computes with.
+/// A run of rows as a call, with those of all keys that it computes with, and where these begin
+/// among the keys at hand.
 struct RowsCall {
   int source;
   RowRun run;
   Sequences of;
   int64_t size;
   KeyRange keys;
+  int64_t keys_at;
 };
 
 /// The calls of the one-device engine that a run makes of its steps. A run of rows is a call, so
@@ -39,7 +41,7 @@ class StepCalls {
  public:
   StepCalls(const RowsPlan& plan, const Args& args, const Run& run);
 
-  /// The queries of this rank, where they are.
+  /// The queries of this rank, where they are, and of a ring its keys, with which it begins.
   void set_queries(int64_t number, Step& step) const;
   void compute(int64_t number, const Step& step);
 
@@ -49,8 +51,10 @@ class StepCalls {
   void after(const Order::Mark& mark);
   /// The stream of the run waits for all calls.
   void join();
+  /// The results of a ring's forward pass.
+  void round_merged() const;
 
-  Sums sums;                   ///< of a backward pass
+  Sums sums;
   std::vector<double> dsinks;  ///< of each head, if they are wanted
 
  private:
@@ -63,7 +67,7 @@ class StepCalls {
   bool has_lengths() const { return !used_q_.empty() || !used_k_.empty(); }
   template <class Visit>
   void each_run(const Rows& rows, const Visit& visit) const;
-  std::vector<RowsCall> calls_of_step() const;
+  std::vector<RowsCall> calls_of_step(int64_t number) const;
   Options options_of(const Sequences& s, const Heads& heads, int64_t query, int64_t key) const;
   Args call_of(const RowsCall& c, const Heads& heads, const Step& step) const;
   void backward(Args call, const Options& options, const RowsCall& c, const Heads& heads,

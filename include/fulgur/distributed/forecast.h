@@ -22,7 +22,7 @@ struct Ranks {
 
 /// What a way to share out a call is expected to take, of each rank.
 struct Forecast {
-  std::string way;        ///< "gather", "heads", "heads and gather", or "ring" to compare with
+  std::string way;        ///< "gather", "heads", "heads and gather", or "ring"
   int head_ranks = 1;     ///< Distribution::head_ranks
   double bytes = 0;       ///< received
   double memory = 0;      ///< bytes of gathered rows and sums

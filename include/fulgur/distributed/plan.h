@@ -31,6 +31,10 @@ struct Distribution {
   /// has a part of the heads of all their rows. It divides the ranks and the heads of k. 1: each
   /// computes its own rows; all ranks: keys need not be gathered.
   int head_ranks = 1;
+  /// Keys of one rank at a time come instead of all of some heads, and partial results are merged:
+  /// less memory, for other last bits than one process has, so that `invariant` calls take none.
+  /// Also what a call does whose max_workspace a gather of one head a step would exceed.
+  bool ring = false;
 };
 
 /// The rows of a sequence that a rank has, in their order: for data loaders and position ids. Those

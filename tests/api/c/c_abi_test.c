@@ -28,10 +28,11 @@ VALUE(FULGUR_ROWS_BY_AREA, 2);
 
 #if defined(__LP64__)
 
-SIZE(fulgur_distribution, 16);
+SIZE(fulgur_distribution, 24);
 FIELD(fulgur_distribution, struct_size, 0, 8);
 FIELD(fulgur_distribution, sharding, 8, 4);
 FIELD(fulgur_distribution, head_ranks, 12, 4);
+FIELD(fulgur_distribution, ring, 16, 4);
 
 SIZE(fulgur_options, 144);
 FIELD(fulgur_options, struct_size, 0, 8);

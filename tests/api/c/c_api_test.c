@@ -560,10 +560,10 @@ static void groups(const fulgur_forward_args* args, const fulgur_backward_args* 
   int rank = -1, ranks = -1;
   CHECK(fulgur_group_from_env(0, &group) == FULGUR_OK);
   CHECK(fulgur_group_place(group, &rank, &ranks) == FULGUR_OK && rank == 0 && ranks == 1);
-  const fulgur_distribution alone = {sizeof alone, FULGUR_ROWS_CONTIGUOUS, 1};
+  const fulgur_distribution alone = {sizeof alone, FULGUR_ROWS_CONTIGUOUS, 1, 0};
   CHECK(fulgur_group_forward(args, options, group, &alone, NULL) == FULGUR_OK);
   CHECK(fulgur_group_backward(gradient, options, group, &alone, NULL) == FULGUR_OK);
-  const fulgur_distribution wrong = {sizeof wrong, FULGUR_ROWS_CONTIGUOUS, 2};
+  const fulgur_distribution wrong = {sizeof wrong, FULGUR_ROWS_CONTIGUOUS, 2, 0};
   CHECK(fulgur_group_forward(args, options, group, &wrong, NULL) == FULGUR_INVALID_ARGUMENT);
   CHECK(fulgur_group_forward(args, options, group, NULL, NULL) == FULGUR_INVALID_ARGUMENT);
   CHECK(strcmp(fulgur_last_error(), "distribution: got null, want a struct") == 0);

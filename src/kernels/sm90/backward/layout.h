@@ -4,7 +4,8 @@
 //   kConsumers      consumer warpgroups: 2, or 1 for a short call. Br is 64 or 128, of keys_wide.cu 64; Bc is 64 for
 //                   each consumer warpgroup of keys.cu, 64 for both of keys_wide.cu
 //   kKStages        stages of K; with two, a key block begins while the last products of the one before run
-//   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ; 0 of dS without dQ
+//   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ; 0 where there is
+//                   none
 //   kHalfP          1: for bf16 inputs keys_wide.cu passes P between warpgroups as f16, which has three more bits
 //   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
 //   kRowStages      stages of dS and K in rows.cu
