@@ -1,6 +1,6 @@
 """Times calls with score_mod and mask_mod on a GPU and PyTorch's compiled flex_attention: TFLOP/s of the scores that
 are seen, and microseconds of the kernels that map tiles. Each case is a process, so that compilers run at once; they
-take turns at the GPU.
+take turns at the GPU, of which the first comes when all are ready.
 
     gpu_expressions.py LIBFULGUR [--tokens N] [--dim D] [--deterministic] [CASE...]
 """
@@ -131,6 +131,17 @@ def map_microseconds(run):
 
 
 def measure(library, name, lock, deterministic):
+    """Of one case, when no process uses the GPU any more to prepare its own."""
+    with open(lock, "w") as turn:
+        fcntl.flock(turn, fcntl.LOCK_SH)
+        case = prepare(library, name, deterministic)
+        torch.cuda.synchronize()
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        report(name, *case)
+
+
+def prepare(library, name, deterministic):
+    """What report() takes: our passes, out, gradients, those of Flex, and how many scores are seen."""
     right, score_mod, mask_mod, flex_score, flex_mask = CASES[name]
     q, k, v, dout = inputs(DIM)
     known = {"doc": documents("ragged" in name).cuda(),
@@ -152,6 +163,8 @@ def measure(library, name, lock, deterministic):
     compiled = torch.compile(flex_attention)
     scored = flex_score and flex_score(known)
     flex = lambda: compiled(*heads_first, score_mod=scored, block_mask=block_mask)  # noqa: E731
+    with torch.no_grad():
+        flex()  # which is another graph
     y = flex()
     torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
     seen = torch.zeros((), device="cuda", dtype=torch.int64)
@@ -159,23 +172,23 @@ def measure(library, name, lock, deterministic):
     for b in range(BATCH):
         shown = flex_mask(known)(b, 0, rows, keys) if flex_mask else torch.ones(TOKENS, TOKENS, device="cuda")
         seen += shown.sum().long()
-    with open(lock, "w") as turn:
-        fcntl.flock(turn, fcntl.LOCK_EX)
-        cells, times = [], {}
-        for which, run in ours.items():
-            flops = seen.item() * HEADS * DIM * {"forward": 4, "backward": 10}[which]
-            times[which] = milliseconds(run)
-            peer = (flex if which == "forward" else
-                    lambda: torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True))
-            with torch.no_grad() if which == "forward" else torch.enable_grad():
-                theirs = milliseconds(peer)
-            cells.append(f"{flops / times[which] / 1e9:.0f} | {flops / theirs / 1e9:.0f} | "
-                         f"{theirs / times[which]:.2f} | "
-                         f"{map_microseconds(run):.1f} of {1e3 * times[which]:.0f} us")
-        expected = torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
-        pairs = [(out, y), *zip(grads.values(), expected)]
-        worst = max(((a.float() - b.transpose(1, 2).float()).norm() / b.float().norm()).item() for a, b in pairs)
-        print(f"| {name} | {' | '.join(cells)} | {worst:.4f} |", flush=True)
+    backward = lambda: torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)  # noqa: E731
+    return ours, (out, grads), (flex, y, backward), seen.item()
+
+
+def report(name, ours, results, peer, seen):
+    (out, grads), (flex, y, backward) = results, peer
+    cells = []
+    for which, run in ours.items():
+        flops = seen * HEADS * DIM * {"forward": 4, "backward": 10}[which]
+        mine = milliseconds(run)
+        with torch.no_grad() if which == "forward" else torch.enable_grad():
+            theirs = milliseconds(flex if which == "forward" else backward)
+        cells.append(f"{flops / mine / 1e9:.0f} | {flops / theirs / 1e9:.0f} | {theirs / mine:.2f} | "
+                     f"{map_microseconds(run):.1f} of {1e3 * mine:.0f} us")
+    pairs = [(out, y), *zip(grads.values(), backward())]
+    worst = max(((a.float() - b.transpose(1, 2).float()).norm() / b.float().norm()).item() for a, b in pairs)
+    print(f"| {name} | {' | '.join(cells)} | {worst:.4f} |", flush=True)
 
 
 def main():
