@@ -313,6 +313,25 @@ class Printer {
                        minus && left ? "-" : "", left ? y : x);
   }
 
+  bool is_symbol(int n, Symbol symbol) const {
+    return node(n).op() == Op::kSymbol && node(n).content.symbol == symbol;
+  }
+  /// How far a key and a query are apart, in text that makes a float of it without an integer; empty
+  /// for other nodes.
+  std::string float_distance(int n) const {
+    const Node& of = node(n);
+    if (is_symbol(n, Symbol::kDelta)) return "at.delta";
+    const auto is_difference = [&](Symbol x, Symbol y) {
+      return of.op() == Op::kSub && is_symbol(of.operands[0], x) && is_symbol(of.operands[1], y);
+    };
+    if (is_difference(Symbol::kK, Symbol::kQ)) return "at.apart";
+    if (is_difference(Symbol::kQ, Symbol::kK)) return "-at.apart";
+    if (of.op() != Op::kAbs && of.op() != Op::kNeg) return {};
+    const std::string inner = float_distance(of.operands[0]);
+    if (inner.empty()) return {};
+    return fmt::format("{}({})", of.op() == Op::kAbs ? "fabsf" : "-", inner);
+  }
+
   std::string value(int n) {
     const Node& of = node(n);
     const auto operand = [&](int i) { return fmt::format("t{}", of.operands[i]); };
@@ -378,8 +397,10 @@ class Printer {
                       : fmt::format("{} < 0 ? int(0u - unsigned({})) : {}", x, x, x);
       case Op::kFloor:
         return fmt::format("floorf({})", x);
-      case Op::kToFloat:
-        return fmt::format("float({})", x);
+      case Op::kToFloat: {
+        const std::string distance = float_distance(of.operands[0]);
+        return distance.empty() ? fmt::format("float({})", x) : distance;
+      }
       case Op::kToInt:
         return call("to_int");
       case Op::kSelect:

@@ -9,20 +9,21 @@ namespace fulgur::cuda::sm90 {
 namespace {
 
 // Measured on an H200.
-constexpr double kTensorFlops = 4096;     // of the tensor cores a cycle
-constexpr double kSoftmaxScores = 11.2;   // scores a cycle with busy tensor cores, all warpgroups
-constexpr double kCodesScores = 13.2;     // the same with P of e4m3
-constexpr double kSoftmaxAlone = 7;       // the same, one warpgroup
-constexpr double kTransformScores = 5;    // the same with softcap, ALiBi or dropout (not measured)
-constexpr double kCopyBytes = 43;         // from L2 a cycle
-constexpr double kReadShare = 0.8687;     // of what the memory gives
-constexpr double kProductTurn = 22;       // between key tiles of a warpgroup, where products bind
-constexpr double kSoftmaxTurn = 46;       // the same where softmax binds
-constexpr double kCodesTurn = 112;        // the same with P of e4m3
-constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, each key tile
-constexpr double kEndCycles = 1800;       // Q on its way in, O on its way out
-constexpr double kHiddenEndCycles = 700;  // the same when the next Q is there already
-constexpr double kPartBytes = 16;         // of partial results, written or read a cycle
+constexpr double kTensorFlops = 4096;      // of the tensor cores a cycle
+constexpr double kSoftmaxScores = 11.2;    // scores a cycle with busy tensor cores, all warpgroups
+constexpr double kCodesScores = 13.2;      // the same with P of e4m3
+constexpr double kSoftmaxAlone = 7;        // the same, one warpgroup
+constexpr double kTransformScores = 5;     // the same with softcap, ALiBi or dropout
+constexpr double kTransformOfThree = 5.6;  // the same by three warpgroups, no dropout, no map
+constexpr double kCopyBytes = 43;          // from L2 a cycle
+constexpr double kReadShare = 0.8687;      // of what the memory gives
+constexpr double kProductTurn = 22;        // between key tiles of a warpgroup, where products bind
+constexpr double kSoftmaxTurn = 46;        // the same where softmax binds
+constexpr double kCodesTurn = 112;         // the same with P of e4m3
+constexpr double kChainCycles = 220;       // barriers and waits of a warpgroup, each key tile
+constexpr double kEndCycles = 1800;        // Q on its way in, O on its way out
+constexpr double kHiddenEndCycles = 700;   // the same when the next Q is there already
+constexpr double kPartBytes = 16;          // of partial results, written or read a cycle
 constexpr double kSplitLoop = 1.03;  // whole blocks of a kernel that can split take so much longer
 
 struct KeyTile {
@@ -39,11 +40,13 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double product = 2 * scores * dims / kTensorFlops;
   const bool slow = plan.transforms_scores || plan.dropout || plan.scores_hide();
   const bool codes = plan.centers_v() && !slow;
-  const double rate = slow ? kTransformScores : codes ? kCodesScores : kSoftmaxScores;
+  const bool three = plan.consumers == 3 && !plan.dropout && !plan.maps_tiles;
+  const double slow_rate = three ? kTransformOfThree : kTransformScores;
+  const double rate = slow ? slow_rate : codes ? kCodesScores : kSoftmaxScores;
   const double turn = codes ? kCodesTurn : kSoftmaxTurn;
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
-  const double alone = slow ? kTransformScores : waits ? kSoftmaxAlone : kSoftmaxScores;
+  const double alone = slow ? slow_rate : waits ? kSoftmaxAlone : kSoftmaxScores;
   const double copy = plan.block_keys * static_cast<double>(dim_bytes) / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + turn);

@@ -349,7 +349,9 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
   const bool codes = p.dtypes.q == DType::kE4M3;
-  const bool biased = p.has(Arg::kBias) || p.expressions.given();
+  // Of expressions those of d from 65 to 128 alone were measured with other tiles.
+  const int64_t dim = std::max(p.d, p.dv);
+  const bool biased = p.has(Arg::kBias) || (p.expressions.given() && (dim <= 64 || dim > 128));
   const auto scores = biased            ? Tile::kBiased
                       : p.dropout_p > 0 ? Tile::kDropped
                       : transforms(p)   ? Tile::kTransformed

@@ -47,6 +47,7 @@ struct ExpressionElement<kBool> {
 struct ExpressionPlace {
   const ExpressionArguments& arguments;
   int b, h, hk, q, k, sq, sk, q0;
+  float apart, delta;  // k - q, and less sk - sq
 
 #ifdef FULGUR_EXPRESSIONS
   __device__ __forceinline__ int integer(int word) const { return arguments.words[word]; }
@@ -118,8 +119,8 @@ __device__ __forceinline__ ExpressionPlace expression_place(const Params& p, con
     const auto& whole = p.expression;
     const int h = whole.head + head;
     return {whole, whole.batch + batch, h, h / p.group, p.part.query + query, p.part.key + key, whole.queries,
-            whole.keys, 0};
+            whole.keys, 0, 0, 0};
   } else {
-    return {p.expression, batch, head, head / p.group, query, key, n.sq, n.sk, kPacked ? n.q_start : 0};
+    return {p.expression, batch, head, head / p.group, query, key, n.sq, n.sk, kPacked ? n.q_start : 0, 0, 0};
   }
 }

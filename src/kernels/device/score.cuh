@@ -64,14 +64,15 @@ struct ScoreContext {
   ScoreHead head;
   int query, key;  // in their sequence
   float distance;  // of the query's diagonal from the key
+  float apart;     // key - query
 
   __device__ __forceinline__ ScoreContext moved(int queries, int keys) const {
-    return {head, query + queries, key + keys, distance + float(queries - keys)};
+    return {head, query + queries, key + keys, distance + float(queries - keys), apart + float(keys - queries)};
   }
 };
 
 __device__ __forceinline__ ScoreContext score_context(const ScoreHead& head, int query, int diagonal, int key) {
-  return {head, query, key, float(diagonal - key)};
+  return {head, query, key, float(diagonal - key), float(key - query)};
 }
 
 // softcap * tanh(x), x = scale * s / softcap, in units of log2.
@@ -111,7 +112,13 @@ __device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext
 template <class Params, class Context>
 __device__ __forceinline__ ExpressionPlace expression_place(const Params& p, const Context& at) {
   const auto& of = at.head;
-  return expression_place(p, of.n, of.batch, of.head, min(at.query, of.n.sq - 1), min(at.key, of.n.sk - 1));
+  ExpressionPlace place =
+      expression_place(p, of.n, of.batch, of.head, min(at.query, of.n.sq - 1), min(at.key, of.n.sk - 1));
+  // Moved by constants, where integers would be converted for each entry; exact below 2^24.
+  place.apart = at.apart;
+  if constexpr (kPart != 0) place.apart += float(p.part.key - p.part.query);
+  place.delta = kPart || kTopLeft ? place.apart - float(place.sk - place.sq) : -at.distance;
+  return place;
 }
 
 template <class Params>
