@@ -25,6 +25,7 @@ constexpr double kEndCycles = 1800;        // Q on its way in, O on its way out
 constexpr double kHiddenEndCycles = 700;   // the same when the next Q is there already
 constexpr double kPartBytes = 16;          // of partial results, written or read a cycle
 constexpr double kSplitLoop = 1.03;  // whole blocks of a kernel that can split take so much longer
+constexpr double kAlike = 0.8;       // the shortest block of the longest, if all end in waves
 
 struct KeyTile {
   double steady;  // cycles between two of them
@@ -117,14 +118,16 @@ double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int
   return kSplitLoop * longest_first(longest, cost.shortest, all, sms);
 }
 
+bool alike(const BlockCost& cost) { return cost.shortest >= kAlike * cost.longest; }
+
 double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int splits, int sms) {
-  const bool equal = cost.longest <= cost.mean * 1.0001;
-  if (!equal) return longest_first(cost.longest, cost.shortest, blocks * cost.mean, sms);
+  if (!alike(cost)) return longest_first(cost.longest, cost.shortest, blocks * cost.mean, sms);
   const int split = blocks - first_split;
   const double waves = std::ceil(static_cast<double>(first_split) / sms);
   const double split_waves = std::ceil(static_cast<double>(split) * splits / sms);
   const double of_split = cost.mean / splits + (splits > 1 ? (splits + 1) * cost.leave_split : 0);
-  return waves * cost.mean * (splits > 1 ? kSplitLoop : 1) + split_waves * of_split;
+  return waves * cost.mean * (splits > 1 ? kSplitLoop : 1) + split_waves * of_split +
+         (cost.longest - cost.mean) / (waves > 0 ? 1 : splits);
 }
 
 }  // namespace fulgur::cuda::sm90

@@ -23,6 +23,9 @@ BlockCost block_cost(const ForwardPlan& plan, const Problem& problem);
 /// rows are few.
 double reading_cycles(const Problem& problem, const Card& card);
 
+/// Whether all row blocks take about as long.
+bool alike(const BlockCost& cost);
+
 /// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `splits`.
 double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int splits, int sms);
 

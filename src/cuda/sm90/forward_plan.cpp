@@ -20,7 +20,7 @@ constexpr int kMaxSplits = 8;  // more have not been measured
 constexpr int kMaxCutPagesDim = 192, kMaxChunkPagesDim = 192;
 constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
 constexpr int kLongKeys = 2048;
-constexpr int kSharers = 4;                      // SMs at the same K and V, or memory binds
+constexpr int kSharingRows = 768;                // at the same K and V, or memory binds
 constexpr int kMaxStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
 
 using kernels::Work;
@@ -149,7 +149,7 @@ void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
   const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // an SM
   const int64_t heads = ceil_div(int64_t{blocks} * sms, std::max(plan.work.row_blocks, 1));
   const int64_t last = ceil_div(heads, p.group()) * p.group();
-  const bool shared = p.batch * p.hk * kSharers <= sms;
+  const bool shared = p.batch * p.hk * kSharingRows <= int64_t{sms} * plan.block_rows();
   Work& work = plan.work;
   work.section_heads = static_cast<int>(p.group());
   work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
@@ -164,11 +164,11 @@ void cut_blocks(ForwardPlan& plan, int first, int end, int splits) {
   plan.work.q_tiles = kernels::blocks_of(plan.work) + (end - first) * (splits - 1);
 }
 
-/// Cuts the last blocks, all as long, where they leave SMs idle. Returns the cycles.
-double cut_last_blocks(ForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
-                       double best) {
+/// Cuts the last blocks, all about as long, where they leave SMs idle. Returns the cycles.
+double cut_last_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % sms;
-  const int most = std::min(kMaxSplits, ceil_div(p.sk, plan.block_keys));
+  if (blocks == 0) return best;
+  const int most = std::min(kMaxSplits, std::ranges::min(cost.key_tiles));
   for (int splits = 2; splits <= most && first < blocks; ++splits) {
     const double cycles = predicted_cycles(cost, blocks, first, splits, sms);
     if (cycles >= best) continue;
@@ -178,8 +178,8 @@ double cut_last_blocks(ForwardPlan& plan, const Problem& p, const BlockCost& cos
   return best;
 }
 
-/// Under a band, where there are less blocks than SMs, cuts those that are longer than
-/// a split of the longest: they come first. Returns the cycles.
+/// Where a band makes blocks unequal, and there are less of them than SMs, cuts those that are
+/// longer than a split of the longest: they come first. Returns the cycles.
 double cut_longest_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const Work whole = plan.work;
   if (kernels::blocks_of(whole) >= sms || whole.bulk_heads > 0) return best;
@@ -217,9 +217,8 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   const bool no_registers = plan.page > 0 && plan.value_dim > kMaxCutPagesDim;
   if (!p.invariant && !plan.packed && !no_registers) {
     ForwardPlan cut = plan;
-    const double cycles = plan.has_left || plan.has_right
-                              ? cut_longest_blocks(cut, cost, at_once, best)
-                              : cut_last_blocks(cut, p, cost, at_once, best);
+    const double cycles = alike(cost) ? cut_last_blocks(cut, cost, at_once, best)
+                                      : cut_longest_blocks(cut, cost, at_once, best);
     cut.grid = std::min(at_once, cut.work.q_tiles);
     if (p.has_room(workspace_of(p, cut).end)) {
       plan = cut;

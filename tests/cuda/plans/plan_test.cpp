@@ -527,10 +527,23 @@ TEST(Sm90Plan, HeadsInOneSection) {
         .work.bulk_heads;
   };
   EXPECT_EQ(bulk(16384, 8, causal()), 0);
-  EXPECT_EQ(bulk(4096, 8, causal()), 0);
-  EXPECT_GT(bulk(2048, 8, causal()), 0);
-  EXPECT_EQ(bulk(2048, 4, causal()), 0);  // query heads share, too
+  EXPECT_EQ(bulk(8192, 8, causal()), 0);
+  EXPECT_GT(bulk(4096, 8, causal()), 0);
+  EXPECT_EQ(bulk(4096, 4, causal()), 0);  // query heads share, too
   EXPECT_GT(bulk(16384, 8, full()), 0);
+}
+
+// Few queries with many keys: blocks are alike under a causal mask, too, and the last ones are cut.
+TEST(Sm90Plan, AlikeBlocksUnderABandAreCut) {
+  const auto plan = [](int64_t sq, int64_t hk) {
+    return plan_of(
+        forward_problem({.batch = 1, .sq = sq, .sk = 16384, .hq = 16, .hk = hk, .mask = causal()}));
+  };
+  const ForwardPlan few = plan(2048, 16);
+  EXPECT_TRUE(few.split_tail);
+  EXPECT_EQ(few.work.first_split, 132);
+  EXPECT_EQ(few.work.end_split, kernels::blocks_of(few.work));
+  EXPECT_FALSE(plan(16384, 16).split_tail);
 }
 
 TEST(Sm90Rejects, NamesWhatAndWhatInstead) {
