@@ -19,7 +19,8 @@ struct ForwardKey : AnyForwardKey {
   int producer_registers = 0, consumer_registers = 0;
   bool pairs = false;  ///< K of a tile and V of the one before come together
   bool dropout = false;
-  int box_keys = 0;  ///< keys that TMA loads at a time: of one page
+  bool shares_blocks = false;  ///< the heads of a group share blocks of rows
+  int box_keys = 0;            ///< keys that TMA loads at a time: of one page
   bool split_tail = false;
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
@@ -36,6 +37,7 @@ struct ForwardKey : AnyForwardKey {
     f("kProducerRegisters", producer_registers);
     f("kConsumerRegisters", consumer_registers);
     f("kDropout", dropout);
+    f("kSharesBlocks", shares_blocks);
     f("kBoxKeys", box_keys);
     f("kSplitTail", split_tail);
     f("kStore", store);
@@ -75,6 +77,10 @@ struct ForwardPlan : ForwardKey, ForwardLaunch {
     return !(copies_q + copies_k + copies_bias).empty() || (!copies_v.empty() && !widens_v);
   }
   int block_rows() const { return 64 * consumers; }  ///< Br
+  /// Heads that share blocks of rows.
+  int block_heads(const Problem& p) const {
+    return shares_blocks ? static_cast<int>(p.group()) : 1;
+  }
   int threads() const { return 128 * (consumers + 1); }
   /// Floats that parts of split blocks leave for the last one.
   int64_t partial_floats() const;

@@ -86,8 +86,9 @@ BlockCost block_cost(const ForwardPlan& plan, const Problem& p) {
   head.heads = head.section_heads = 1;
   for (int number = 0; number < head.q_tiles; ++number) {
     const kernels::QTile tile = kernels::q_tile_of(head, 1, /*splits=*/false, band, number);
-    const kernels::KeyTiles keys = kernels::key_tiles_of(head, band, longest, plan.consumers,
-                                                         plan.block_keys, /*splits=*/false, tile);
+    const kernels::KeyTiles keys =
+        kernels::key_tiles_of(head, band, longest, plan.consumers, plan.block_keys,
+                              /*splits=*/false, tile, plan.block_heads(p));
     const int count = keys.end - keys.begin;
     cost.key_tiles.push_back(count);
     const double cycles = end + key_tile.steady * count;

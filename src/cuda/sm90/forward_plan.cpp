@@ -105,7 +105,6 @@ ForwardPlan common(const Problem& p) {
   ForwardPlan plan;
   static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(p);
   plan.dropout = p.dropout_p > 0;
-  plan.work.heads = static_cast<int>(p.batch * p.hq);
   const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   plan.copies_q = not_addressable(maps.q);
   plan.copies_k = not_addressable(maps.k);
@@ -118,6 +117,20 @@ ForwardPlan common(const Problem& p) {
                                    : not_addressable(maps.v);
   plan.copies_bias = not_addressable(maps.bias);
   return plan;
+}
+
+/// Whether the heads of a group share blocks: where that makes a twentieth fewer of them, or levels
+/// what the strips of 256 rows see under a band. Rows of a bias and maps of tiles are a head's, and
+/// invariant calls have one kernel whatever their lengths. Codes, pages and expressions have not
+/// been measured.
+bool shares_blocks(const ForwardPlan& plan, const Problem& p) {
+  if (plan.bias != 0 || plan.maps_tiles || p.invariant) return false;
+  if (p.dtypes.q == DType::kE4M3 || plan.page > 0 || p.expressions.given()) return false;
+  const int rows = static_cast<int>(p.sq), group = static_cast<int>(p.group());
+  const int64_t apart = int64_t{group} * kernels::blocks_of(rows, plan.consumers);
+  const int64_t together = kernels::blocks_of(rows, plan.consumers, group);
+  const bool levels = group > 1 && plan.consumers > 3 && (plan.has_left || plan.has_right);
+  return 20 * together < 19 * apart || levels;
 }
 
 /// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
@@ -148,10 +161,10 @@ void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
   const bool band = plan.has_left || plan.has_right;
   const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // an SM
   const int64_t heads = ceil_div(int64_t{blocks} * sms, std::max(plan.work.row_blocks, 1));
-  const int64_t last = ceil_div(heads, p.group()) * p.group();
-  const bool shared = p.batch * p.hk * kSharingRows <= int64_t{sms} * plan.block_rows();
   Work& work = plan.work;
-  work.section_heads = static_cast<int>(p.group());
+  work.section_heads = static_cast<int>(p.group()) / plan.block_heads(p);
+  const int64_t last = ceil_div(heads, work.section_heads) * work.section_heads;
+  const bool shared = p.batch * p.hk * kSharingRows <= int64_t{sms} * plan.block_rows();
   work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
 }
 
@@ -201,7 +214,7 @@ double cut_longest_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, dou
 /// Decides how blocks are shared out, and returns the predicted cycles.
 double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   Work& work = plan.work;
-  work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers);
+  work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers, plan.block_heads(p));
   work.splits = 1;
   divide_heads(plan, p, card.sms);
   const int blocks = kernels::blocks_of(work);
@@ -367,6 +380,8 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
     if (tile.codes != Tile::kAnyElements && (tile.codes == Tile::kCodesInPV) != centers) continue;
     if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes)) continue;  // nor do these
     t.plan.consumers = tile.consumers;
+    t.plan.shares_blocks = shares_blocks(t.plan, p);
+    t.plan.work.heads = static_cast<int>(p.batch * p.hq) / t.plan.block_heads(p);
     t.plan.block_keys = tile.block_keys;
     t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;
     t.plan.producer_registers = registers_of(tile.consumers).producer;
@@ -414,10 +429,11 @@ Explanation describe(const ForwardPlan& plan) {
       plan.consumers, plan.block_rows(), plan.block_keys, plan.head_dim, plan.value_dim));
   say(fmt::format("{} buffers of Q, {} of K, {} of V: {} bytes of shared memory", plan.q_stages,
                   plan.k_stages, plan.v_stages, plan.shared_bytes));
-  say(fmt::format("{} CTAs take {} blocks of rows{}, in sections of {} heads and a last one of {}",
+  say(fmt::format("{} CTAs take {} blocks of rows{}{}, in sections of {} {} and a last one of {}",
                   plan.grid, kernels::blocks_of(work),
+                  plan.shares_blocks ? ", which the heads of a group share" : "",
                   plan.has_left || plan.has_right ? ", longest first" : "", work.section_heads,
-                  work.heads - work.bulk_heads));
+                  plan.shares_blocks ? "kv heads" : "heads", work.heads - work.bulk_heads));
   if (plan.split_tail) {
     say(fmt::format("{} blocks, {}, are cut into {} splits of their keys",
                     kernels::split_blocks(work), work.first_split > 0 ? "the last" : "the first",

@@ -5,11 +5,13 @@
 
 namespace fulgur::kernels {
 
-// The key tiles of a q tile. `block_strips`: as in first_strip.
+// The key tiles of a q tile. `block_strips`, `heads`: as in first_strip.
 FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Lengths& n, int block_strips,
-                                      int tile_keys, bool splits, const QTile& q_tile) {
-  const int begin = kStripRows * first_strip(n.sq, block_strips, q_tile.block);
-  const int end = min_of(kStripRows * first_strip(n.sq, block_strips, q_tile.block + 1), n.sq);
+                                      int tile_keys, bool splits, const QTile& q_tile, int heads = 1) {
+  const int first = first_strip(n.sq, block_strips, q_tile.block, heads);
+  const int next = first_strip(n.sq, block_strips, q_tile.block + 1, heads);
+  const int begin = kStripRows * (first / heads);
+  const int end = min_of(kStripRows * ((next + heads - 1) / heads), n.sq);
   const KeyTiles all = key_tiles(band, n, tile_keys, begin, end - 1);
   return splits && q_tile.split >= 0 ? tiles_of_split(work, all, q_tile.split) : all;
 }
@@ -78,8 +80,9 @@ struct View {
 };
 
 FULGUR_SHARED View view_of(const Band& band, const Lengths& n, int tile_keys, const QTile& q_tile,
-                           const KeyTiles& all_tiles, int row) {
-  return {walk_of_strip(band, n, tile_keys, all_tiles, row), {row, q_tile.head, q_tile.batch, q_tile.split}};
+                           const KeyTiles& all_tiles, const Strip& strip) {
+  return {walk_of_strip(band, n, tile_keys, all_tiles, strip.row),
+          {strip.row, strip.head, q_tile.batch, q_tile.split}};
 }
 
 FULGUR_SHARED View view_of_the_end() { return {{0, 0, -1, 0, 0, 0, 0, 0}, {0, 0, 0, 0}}; }

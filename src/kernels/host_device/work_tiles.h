@@ -16,7 +16,7 @@ namespace fulgur::kernels {
 
 struct Work {
   int row_blocks;     // of the longest sequence
-  int heads;          // batch * hq
+  int heads;          // batch * hq, or of groups whose heads share blocks (host_device/strips.h)
   int section_heads;  // heads a section
   int bulk_heads;     // heads in such sections
   int q_tiles;        // blocks that are not cut, and splits of those that are
@@ -43,8 +43,8 @@ FULGUR_SHARED Split split_of(const Work& work, int split) {
   return {block, split - block * work.splits};
 }
 
-// `splits`: some blocks are cut. Those row blocks of a section come first that see the most keys: the last ones, unless
-// only a left bound hides some.
+// `hq`: heads of a sequence, counted as in `work`. `splits`: some blocks are cut. Those row blocks of a section come
+// first that see the most keys: the last ones, unless only a left bound hides some.
 FULGUR_SHARED QTile q_tile_of(const Work& work, int hq, bool splits, const Band& band, int number) {
   if (number >= work.q_tiles) return {-1, 0, 0, -1};
   QTile tile = {0, 0, 0, -1};

@@ -70,11 +70,11 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
   EXPECT_EQ(p.window_right, 5);
   EXPECT_EQ(p.chunk, 400);
   EXPECT_NEAR(p.scale_log2, 1.4426950408889634 / std::sqrt(128.0), 1e-7);
-  EXPECT_EQ(p.work.heads, 16);
-  const int64_t Br =
-      (state_->launches[0].block / 128 - 1) * tiles.Br;  // a strip for each warpgroup but the first
-  EXPECT_EQ(p.work.row_blocks, (1000 + Br - 1) / Br);
-  EXPECT_EQ(p.work.q_tiles, 16 * p.work.row_blocks);
+  EXPECT_EQ(p.work.heads, 4);  // of K and V, whose q heads share blocks
+  EXPECT_EQ(tiles.Br, 64);
+  const int block_strips = state_->launches[0].block / 128 - 1;  // one for each warpgroup but one
+  EXPECT_EQ(p.work.row_blocks, (4 * 16 + block_strips - 1) / block_strips);
+  EXPECT_EQ(p.work.q_tiles, 4 * p.work.row_blocks);
   ASSERT_NE(p.counters, nullptr);
   for (int i = 0; i < 1024; ++i) ASSERT_EQ(p.counters[i], 0);  // the fake's memory is the host's
 }

@@ -89,8 +89,11 @@ TEST(Sm90Plan, FitsTheMachine) {
 TEST(Sm90Plan, SharesOutEveryTile) {
   for (const Problem& p : many_problems()) {
     const ForwardPlan plan = plan_of(p);
+    const int64_t heads = plan.block_heads(p);
+    EXPECT_TRUE(heads == 1 || heads == p.group());
+    const int64_t strips = (p.sq + 63) / 64 * heads;
     EXPECT_EQ(kernels::blocks_of(plan.work),
-              (p.sq + plan.block_rows() - 1) / plan.block_rows() * p.batch * p.hq);
+              (strips + plan.consumers - 1) / plan.consumers * p.batch * p.hq / heads);
     EXPECT_EQ(plan.work.q_tiles, kernels::blocks_of(plan.work) +
                                      kernels::split_blocks(plan.work) * (plan.work.splits - 1));
     EXPECT_EQ(plan.split_tail, kernels::split_blocks(plan.work) > 0);
@@ -98,7 +101,7 @@ TEST(Sm90Plan, SharesOutEveryTile) {
     const int at_once = 132 * (plan.shares ? plan.residents : 1);
     EXPECT_LT(kernels::split_blocks(plan.work), at_once);
     EXPECT_EQ(plan.grid, std::min(at_once, plan.work.q_tiles));
-    EXPECT_EQ(plan.work.section_heads, p.group());
+    EXPECT_EQ(plan.work.section_heads, p.group() / heads);
     EXPECT_GE(plan.work.bulk_heads, 0);
     EXPECT_LT(plan.work.bulk_heads, plan.work.heads);  // there is a last section
     EXPECT_EQ(plan.work.bulk_heads % plan.work.section_heads, 0);
@@ -501,7 +504,7 @@ TEST(Sm90Model, PredictsItemsTakenOneByOne) {
 // 1024 rows are 16 strips of 64: with three warpgroups 2, 2, 3, 3, 3 and 3 a block.
 TEST(Sm90Model, ShortBlocksComeFirst) {
   const auto cost = [](int64_t sk, const Mask& mask) {
-    const Problem p = forward_problem({.sq = 1024, .sk = sk, .mask = mask});
+    const Problem p = forward_problem({.sq = 1024, .sk = sk, .hq = 2, .hk = 2, .mask = mask});
     ForwardPlan plan = plan_of(p);
     plan.consumers = 3;
     plan.block_keys = 64;
@@ -544,6 +547,20 @@ TEST(Sm90Plan, AlikeBlocksUnderABandAreCut) {
   EXPECT_EQ(few.work.first_split, 132);
   EXPECT_EQ(few.work.end_split, kernels::blocks_of(few.work));
   EXPECT_FALSE(plan(16384, 16).split_tail);
+}
+
+// Strips of all heads of a group fill blocks, but where each head has its own bias.
+TEST(Sm90Plan, HeadsOfAGroupShareBlocks) {
+  const auto plan = [](int64_t hk, std::optional<DType> bias = {}) {
+    return plan_of(forward_problem(
+        {.batch = 8, .sq = 64, .sk = 8192, .hq = 64, .hk = hk, .mask = causal(), .bias = bias}));
+  };
+  const ForwardPlan few = plan(8);
+  EXPECT_TRUE(few.shares_blocks);
+  EXPECT_EQ(kernels::blocks_of(few.work), 8 * 8 * ((8 + few.consumers - 1) / few.consumers));
+  EXPECT_FALSE(plan(64).shares_blocks);
+  EXPECT_FALSE(plan(8, DType::kBF16).shares_blocks);
+  EXPECT_FALSE(plan_of(forward_problem({.sq = 16384, .sk = 16384, .d = 256})).shares_blocks);
 }
 
 TEST(Sm90Rejects, NamesWhatAndWhatInstead) {

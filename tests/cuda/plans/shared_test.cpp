@@ -22,22 +22,22 @@ using namespace sm90;
 using test::forward_problem;
 
 TEST(Strips, EachIsInOneBlock) {
-  for (const int block_strips : {1, 2, 3, 4}) {
+  for (const auto& [block_strips, heads] :
+       {std::pair{1, 1}, {2, 1}, {3, 1}, {4, 1}, {1, 3}, {2, 5}, {3, 4}, {4, 2}}) {
     for (int rows = 0; rows <= 2000; rows += 7) {
-      const int blocks = kernels::blocks_of(rows, block_strips);
-      int strip = 0;
+      const int blocks = kernels::blocks_of(rows, block_strips, heads);
+      int strip = 0, strips_before = 0;
       for (int block = 0; block < blocks; ++block) {
-        ASSERT_EQ(kernels::first_strip(rows, block_strips, block), strip);
-        const int next = kernels::first_strip(rows, block_strips, block + 1);
+        ASSERT_EQ(kernels::first_strip(rows, block_strips, block, heads), strip);
+        const int next = kernels::first_strip(rows, block_strips, block + 1, heads);
         ASSERT_GE(next - strip, block_strips - 1) << "short blocks have one less";
         ASSERT_LE(next - strip, block_strips);
-        ASSERT_TRUE(block == 0 ||
-                    next - strip >= strip - kernels::first_strip(rows, block_strips, block - 1))
-            << "and come first";
+        ASSERT_GE(next - strip, strips_before) << "and come first";
+        strips_before = next - strip;
         strip = next;
       }
       // A few short blocks may have empty strips after the end.
-      ASSERT_EQ(strip, std::max(kernels::strips_of(rows), (block_strips - 1) * blocks));
+      ASSERT_EQ(strip, std::max(heads * kernels::strips_of(rows), (block_strips - 1) * blocks));
     }
   }
 }
@@ -101,18 +101,18 @@ Tile classify(const Mask& mask, const Sequence& s, int64_t i, int64_t i_end, int
 }
 
 void check_item(const kernels::Work& work, const Shape& shape, int block_strips, int tile_keys,
-                const kernels::QTile& tile, bool splits, std::map<int, int>& visits) {
+                int heads, const kernels::QTile& tile, bool splits, std::map<int, int>& visits) {
   const int64_t sq = shape.sq, sk = shape.sk;
   const Mask& mask = shape.mask;
   const Sequence s{0, 0, sq, sk};
   const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
   const kernels::KeyTiles tiles =
-      kernels::key_tiles_of(work, band(mask), n, block_strips, tile_keys, splits, tile);
+      kernels::key_tiles_of(work, band(mask), n, block_strips, tile_keys, splits, tile, heads);
   int rightmost = -1;  // that any strip computes
-  const int first = kernels::first_strip(n.sq, block_strips, tile.block);
-  const int end = kernels::first_strip(n.sq, block_strips, tile.block + 1);
+  const int first = kernels::first_strip(n.sq, block_strips, tile.block, heads);
+  const int end = kernels::first_strip(n.sq, block_strips, tile.block + 1, heads);
   for (int strip = first; strip < end; ++strip) {
-    const int row = kernels::kStripRows * strip;
+    const int row = kernels::kStripRows * (strip / heads);
     if (row >= sq) continue;
     const int64_t row_end = std::min<int64_t>(row + kernels::kStripRows, sq);
     const auto tile = [&](int t) {
@@ -147,26 +147,28 @@ void check_item(const kernels::Work& work, const Shape& shape, int block_strips,
 
 TEST(KeyWalk, MeetsTheTilesOfTheMask) {
   for (const Shape& shape : shapes()) {
-    for (const auto& [block_strips, tile_keys] : {std::pair{3, 80}, {4, 64}, {2, 16}, {3, 128}}) {
+    for (const auto& [block_strips, tile_keys, heads] :
+         {std::tuple{3, 80, 1}, {4, 64, 1}, {2, 16, 5}, {3, 128, 1}, {3, 80, 4}, {4, 64, 2}}) {
       SCOPED_TRACE(testing::Message()
                    << shape.sq << " x " << shape.sk << ", mask " << shape.mask.left << " "
                    << shape.mask.right << " " << shape.mask.chunk << ", tile " << 64 * block_strips
-                   << " x " << tile_keys);
+                   << " x " << tile_keys << ", " << heads << " heads");
       kernels::Work work{};
-      work.row_blocks = kernels::blocks_of(static_cast<int>(shape.sq), block_strips);
+      work.row_blocks = kernels::blocks_of(static_cast<int>(shape.sq), block_strips, heads);
       std::map<int, int> visits;
       for (int block = 0; block < work.row_blocks; ++block) {
-        check_item(work, shape, block_strips, tile_keys, {block, 0, 0, -1}, false, visits);
+        check_item(work, shape, block_strips, tile_keys, heads, {block, 0, 0, -1}, false, visits);
         if (HasFatalFailure()) return;
       }
       for (const auto& [where, count] : visits) ASSERT_EQ(count, 1);
       // What no strip visited it sees nothing of.
       const Sequence s{0, 0, shape.sq, shape.sk};
-      for (int64_t strip = 0; 64 * strip < shape.sq; ++strip) {
+      for (int64_t strip = 0; 64 * (strip / heads) < shape.sq; ++strip) {
+        const int64_t row = 64 * (strip / heads);
         for (int64_t t = 0; t * tile_keys < shape.sk; ++t) {
           if (visits.count(static_cast<int>(t * 10000 + strip)) > 0) continue;
-          ASSERT_EQ(classify(shape.mask, s, 64 * strip, std::min(shape.sq, 64 * strip + 64),
-                             t * tile_keys, std::min(shape.sk, (t + 1) * tile_keys)),
+          ASSERT_EQ(classify(shape.mask, s, row, std::min(shape.sq, row + 64), t * tile_keys,
+                             std::min(shape.sk, (t + 1) * tile_keys)),
                     Tile::kEmpty);
         }
       }
@@ -184,7 +186,7 @@ ForwardPlan plan_of(const Problem& p) {
 }
 
 TEST(Work, EveryBlockIsOneItemOrItsParts) {
-  int split = 0, sections = 0;
+  int split = 0, sections = 0, shared = 0;
   for (const int64_t batch : {1, 3, 20}) {
     for (const int64_t sq : {1, 200, 3000}) {
       for (const int64_t sk : {100, 9000}) {
@@ -193,25 +195,28 @@ TEST(Work, EveryBlockIsOneItemOrItsParts) {
               forward_problem({.batch = batch, .sq = sq, .sk = sk, .hq = 6, .hk = 2, .mask = mask});
           const ForwardPlan plan = plan_of(p);
           const kernels::Work& work = plan.work;
+          const int heads = plan.block_heads(p);
+          ASSERT_TRUE(heads == 1 || heads == 3);
+          shared += heads == 3;
           const kernels::Lengths n{0, 0, static_cast<int>(sq), static_cast<int>(sk)};
           std::map<std::array<int, 3>, std::vector<kernels::KeyTiles>> seen;
           std::set<int> splits_seen;
           for (int i = 0; i < work.q_tiles; ++i) {
             const kernels::QTile tile =
-                kernels::q_tile_of(work, 6, plan.split_tail, band_of(plan, p.mask), i);
+                kernels::q_tile_of(work, 6 / heads, plan.split_tail, band_of(plan, p.mask), i);
             ASSERT_GE(tile.block, 0);
-            ASSERT_LT(tile.head, 6);
+            ASSERT_LT(tile.head, 6 / heads);
             ASSERT_LT(tile.batch, batch);
             const bool again = tile.split >= 0 && !splits_seen.insert(tile.split).second;
             ASSERT_FALSE(again);
             seen[{tile.batch, tile.head, tile.block}].push_back(
                 kernels::key_tiles_of(work, band_of(plan, p.mask), n, plan.consumers,
-                                      plan.block_keys, plan.split_tail, tile));
+                                      plan.block_keys, plan.split_tail, tile, heads));
           }
-          EXPECT_LT(
-              kernels::q_tile_of(work, 6, plan.split_tail, band_of(plan, p.mask), work.q_tiles)
-                  .block,
-              0);
+          EXPECT_LT(kernels::q_tile_of(work, 6 / heads, plan.split_tail, band_of(plan, p.mask),
+                                       work.q_tiles)
+                        .block,
+                    0);
           ASSERT_EQ(seen.size(), static_cast<size_t>(kernels::blocks_of(work)));
           ASSERT_EQ(splits_seen.size(),
                     static_cast<size_t>(kernels::split_blocks(work) * work.splits));
@@ -220,7 +225,7 @@ TEST(Work, EveryBlockIsOneItemOrItsParts) {
           for (auto& [block, tiles] : seen) {  // the splits of a block are its tiles, each once
             const kernels::KeyTiles all =
                 kernels::key_tiles_of(work, band_of(plan, p.mask), n, plan.consumers,
-                                      plan.block_keys, false, {block[2], 0, 0, -1});
+                                      plan.block_keys, false, {block[2], 0, 0, -1}, heads);
             std::sort(tiles.begin(), tiles.end(),
                       [](const auto& x, const auto& y) { return x.begin < y.begin; });
             ASSERT_EQ(tiles.front().begin, all.begin);
@@ -237,6 +242,7 @@ TEST(Work, EveryBlockIsOneItemOrItsParts) {
   }
   EXPECT_GT(split, 0);
   EXPECT_GT(sections, 0);
+  EXPECT_GT(shared, 0);
 }
 
 TEST(Layout, BuffersAreAlignedApartAndFit) {

@@ -1,9 +1,13 @@
-// The q tiles of a forward call, from the arguments of its kernel, and what a view says of one.
+// The q tiles of a forward call, from the arguments of its kernel, and what a view says of one. Where the heads of a
+// group share blocks (kSharesBlocks), the head of a q tile is the first of them.
 #pragma once
 #include "device/schedule.cuh"
 
 __device__ __forceinline__ QTile q_tile_of(const AttentionParams& p, int number) {
-  return q_tile_of(p.work, p.hq, kSplitTail, band_of(p), number);
+  if (!kSharesBlocks) return q_tile_of(p.work, p.hq, kSplitTail, band_of(p), number);
+  QTile tile = q_tile_of(p.work, p.hq / p.group, kSplitTail, band_of(p), number);
+  tile.head *= p.group;
+  return tile;
 }
 
 // What of a view the end of a q tile needs, from shared memory.

@@ -14,9 +14,9 @@
 #include "sm90/forward/values.cuh"
 
 // Loads the tiles of a q tile that the map shows, and Q before or after the first K.
-template <class Params, class LoadQ, class StripRow>
+template <class Params, class LoadQ, class StripOf>
 __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, const QTile& q_tile, const Lengths& n,
-                                                const KeyTiles& keys, const LoadQ& load_q, const StripRow& strip_row) {
+                                                const KeyTiles& keys, const LoadQ& load_q, const StripOf& strip_of) {
   SeenTiles<> seen = walk_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block, keys.begin, keys.end,
                                    /*down=*/true);
   const bool any = seen.more();
@@ -27,7 +27,7 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
     const int tile = seen.tile;
     const int partial = seen.is_partial();
     load.tell({tile, seen.next() ? 0 : tile, partial});
-    load.load_k(source, tile, strip_row);
+    load.load_k(source, tile, strip_of);
     if (kQStages == 1 && first) load_q(true);
     load.load_v(source, tile);
   }
@@ -37,36 +37,38 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Loader load(p, smem);
   bool flip = false;
   const u32 lane = threadIdx.x % 32;
+  const int heads = kSharesBlocks ? p.group : 1;
   int number = blockIdx.x;
   for (;;) {
     const QTile tile = q_tile_of(p, number);
     const Lengths n = lengths_of(p, tile.batch);
-    const int strip = first_strip(n.sq, kConsumers, tile.block);
-    const int end = first_strip(n.sq, kConsumers, tile.block + 1);
-    if (tile.block < 0 || kStripRows * strip < n.sq) {
-      const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile);
+    const int strip = first_strip(n.sq, kConsumers, tile.block, heads);
+    const int end = first_strip(n.sq, kConsumers, tile.block + 1, heads);
+    if (tile.block < 0 || kStripRows * (strip / heads) < n.sq) {
+      const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile, heads);
       // Under a band the lower a row the more keys it may see, so warpgroups take turns at the bottom; but the splits
       // of a block, which add up strip by strip, agree on whose strip is whose.
       flip = kHidesKeys && !(kSplitTail && tile.split >= 0) && !flip;
-      const auto strip_row = [&](int group) {  // n.sq: this warpgroup has none
+      const auto strip_of = [&](int group) -> Strip {  // from n.sq on: this warpgroup has none
         const int mine = strip + (flip ? kConsumers - 1 - group : group);
-        return mine < end ? kStripRows * mine : n.sq;
+        if (mine >= end) return {n.sq, tile.head};
+        return {kStripRows * (mine / heads), tile.head + mine % heads};
       };
       if (tile.block < 0) {
-        load.load_q(tile, n, keys, strip_row);
+        load.load_q(tile, n, keys, strip_of);
         break;
       }
       if constexpr (kMapsTiles) {
-        const auto load_q = [&](bool any) { load.load_q(tile, n, {0, any}, strip_row); };
-        load_seen_tiles(p, load, tile, n, keys, load_q, strip_row);
+        const auto load_q = [&](bool any) { load.load_q(tile, n, {0, any}, strip_of); };
+        load_seen_tiles(p, load, tile, n, keys, load_q, strip_of);
       } else {
         // With one buffer of Q, which the previous q tile may still be using, the first K comes before.
-        if (kQStages > 1 || keys.end <= keys.begin) load.load_q(tile, n, keys, strip_row);
+        if (kQStages > 1 || keys.end <= keys.begin) load.load_q(tile, n, keys, strip_of);
         const Keys source = keys_of(p, tile, n);
 #pragma unroll 1
         for (KeyWalk walk = walk_of_tiles(keys); walk.more(); walk.next()) {
-          load.load_k(source, walk.tile, strip_row);
-          if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_row);
+          load.load_k(source, walk.tile, strip_of);
+          if (kQStages == 1 && walk.tile == keys.end - 1) load.load_q(tile, n, keys, strip_of);
           if constexpr (!kPairs) load.load_v(source, walk.tile);
           else if (walk.tile == keys.end - 1) load.leave_v();
           else load.load_v(source, walk.tile + 1);

@@ -42,6 +42,8 @@
 //                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
 //                   writes multiples of 16 bytes
 //   kFewQueries     sequences of up to so many queries are a decode kernel's
+//   kSharesBlocks   1: the heads of a group share blocks of rows (host_device/strips.h), of which host_device/
+//                   work_tiles.h then counts one head
 //   kSplitTail      1: some blocks are cut into splits (host_device/work_tiles.h)
 //   kEarlyStarts    1: starts while the kernel that prepares V runs (device/dependent_launch.cuh)
 //

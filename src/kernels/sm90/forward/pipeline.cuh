@@ -73,11 +73,10 @@ struct Loader {
   __device__ __forceinline__ Loader(const ForwardParams& p, u32 smem)
       : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
 
-  // The strips of a q tile and a view of each; strip_row says where a warpgroup's begins. The end of all work is views
+  // The strips of a q tile and a view of each; strip_of says which one a warpgroup has. The end of all work is views
   // without Q.
-  template <class StripRow>
-  __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const KeyTiles& keys,
-                                         StripRow strip_row) {
+  template <class StripOf>
+  __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const KeyTiles& keys, StripOf strip_of) {
     q.wait_empty();
     const u32 full = q.full();
     const u32 buffer = q.address();
@@ -86,8 +85,8 @@ struct Loader {
       if (kHasCodes && tile.block >= 0) head = head_of_codes(p, tile.batch, tile.head);
 #pragma unroll
       for (int strip = 0; strip < kConsumers; ++strip) {
-        View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_row(strip));
-        if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin < keys.end, strip_row(strip));
+        View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
+        if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin < keys.end, strip_of(strip).row);
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
       if (tile.block < 0) {
@@ -95,13 +94,14 @@ struct Loader {
       } else {
         mbarrier_arrive_expect(full, kConsumers * kQPanels * kStripPanelBytes);
 #pragma unroll
-        for (int strip = 0; strip < kConsumers; ++strip)
+        for (int strip = 0; strip < kConsumers; ++strip) {
+          const Strip at = strip_of(strip);
 #pragma unroll
           for (int panel = 0; panel < kQPanels; ++panel)
             tma_load(buffer + strip * kLayout.strip_bytes + panel * kStripPanelBytes, &p.q_map, full,
-                     {ElementQ::kPanelColumns * panel, n.q_start + strip_row(strip), tile.head,
-                      kPacked ? 0 : tile.batch},
+                     {ElementQ::kPanelColumns * panel, n.q_start + at.row, at.head, kPacked ? 0 : tile.batch},
                      Keep::kShort);
+        }
       }
       if constexpr (kHasCodes) {
         store_shared_struct(head_address(smem, q.ring.stage()), head);
@@ -146,8 +146,8 @@ struct Loader {
   }
 
   // With the bias of these keys for each strip.
-  template <class StripRow>
-  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile, StripRow strip_row) {
+  template <class StripOf>
+  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile, StripOf strip_of) {
     k.wait_empty();
     load_tile<ElementK, kKPanels>(k.address(), &p.k_map, k.full(), keys, key_tile,
                                   kBiasTiles * kBiasPanels * kBiasBoxBytes);
@@ -160,7 +160,7 @@ struct Loader {
                        panel * bias_panel_bytes(kBiasRows, kStripRows),
                    &p.bias_map, k.full(),
                    {key_tile * kBlockKeys + panel * kPanelRowBytes / bias_bytes(kBias),
-                    kBiasRows ? strip_row(strip) : 0, keys.bias_head, keys.bias_batch},
+                    kBiasRows ? strip_of(strip).row : 0, keys.bias_head, keys.bias_batch},
                    Keep::kShort);
     }
     k.advance();
