@@ -20,11 +20,11 @@ std::shared_ptr<const Plan::Impl> plan_of_call(const Args& args, const Options& 
                                                const Run* run) {
   static constinit MadeOnce<PlanCache> made;
   PlanCache& cache = made.get([] { return PlanCache(kMaxPlans); });
-  Problem problem = make_problem(args, options);
-  const PlanCache::Key key{problem, options.engine, thread_count(checked_threads(options))};
+  const PlanCache::Key key{make_problem(args, options), options.engine,
+                           thread_count(checked_threads(options))};
   std::shared_ptr<const Plan::Impl> plan = cache.find(key);
   if (plan == nullptr) {
-    plan = make_plan(std::move(problem), args, options, run);
+    plan = make_plan(key.problem, args, options, run);
     cache.keep(key, plan);
   }
   return plan;

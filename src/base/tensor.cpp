@@ -154,12 +154,13 @@ BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char*
     fail(fmt::format("got {} dimensions, want 1 to {}", in.ndim, int{kMaxRank}));
   }
   if (in.shape == nullptr) fail("shape is null");
-  const BasicTensor rows =
-      contiguous(nullptr, t.dtype, std::span<const int64_t>(in.shape, in.ndim), t.device);
-  t.rank = rows.rank;
-  t.shape = rows.shape;
-  t.strides = rows.strides;
-  if (in.strides != nullptr) std::copy_n(in.strides, in.ndim, t.strides.begin());
+  if (in.strides == nullptr) {
+    t = contiguous(nullptr, t.dtype, std::span<const int64_t>(in.shape, in.ndim), t.device);
+  } else {
+    t.rank = in.ndim;
+    std::copy_n(in.shape, in.ndim, t.shape.begin());
+    std::copy_n(in.strides, in.ndim, t.strides.begin());
+  }
   if (in.data != nullptr) t.data = static_cast<char*>(in.data) + in.byte_offset;
   return t;
 }

@@ -108,7 +108,7 @@ Wanted wanted(TensorType type, const ConstTensor& t, const Problem& p) {
 /// Strides that address the same elements: those of single rows and of empty tensors do not count.
 template <class Tensor>
 bool same_strides(const Tensor& a, const Tensor& b) {
-  if (a.numel() == 0) return true;
+  if (a.strides == b.strides || a.numel() == 0) return true;
   for (int i = 0; i < a.rank; ++i) {
     if (a.shape[i] > 1 && a.strides[i] != b.strides[i]) return false;
   }
@@ -170,6 +170,7 @@ int64_t count_of(const TensorRule& rule, const Problem& p) {
 template <class Args>
 void check_as_planned(const Args& planned, const Args& args) {
   const auto check = [](const TensorRule& rule, const auto& t, const auto& want) {
+    if (!t.given() && !want.given()) return;
     if (t.rank == want.rank && t.dtype == want.dtype && t.device == want.device &&
         t.shape == want.shape && same_strides(t, want)) {
       return;
@@ -198,7 +199,7 @@ void check_as_planned(const Args& planned, const Args& args) {
 template <class Args>
 void check_memory(const Args& args) {
   std::vector<NamedTensor> all;
-  all.reserve(16);
+  all.reserve(8);  // as malloc has at hand
   list_given(args, all);
   for (const NamedTensor& t : all) check_data(t.rule.name, t.tensor);
   for (const NamedTensor& t : all) {

@@ -392,7 +392,7 @@ BackwardParams BackwardPassExecutable::arguments(const BackwardArgs& args, const
                                                  char* workspace) const {
   BackwardParams p = params_;
   set_backward_tensors(p, args, run);
-  p.expression = expressions_.arguments(args.tensors);
+  if (expressions_.given()) p.expression = expressions_.arguments(args.tensors);
   if (bias_gradient_kernel_ != nullptr)
     set_bias_sums(args.dbias, p.sk, gpu_.sms(), bias_gradient_.tile_rows, p.bias_sums);
   p.counters = reinterpret_cast<int*>(workspace);

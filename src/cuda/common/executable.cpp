@@ -47,11 +47,15 @@ LaunchMemory::Lease AttentionExecutable<Args>::memory(const Run& run) const {
 }
 
 template <class Args>
-Args AttentionExecutable<Args>::ready(const Args& args, const Run& run, char* workspace) const {
+const Args& AttentionExecutable<Args>::ready(const Args& args, const Run& run, char* workspace,
+                                             std::optional<Args>& moved) const {
   check_addresses(args);
   const auto stream = static_cast<CUstream>(run.stream);
-  void* const numbers = workspace + workspace_.metadata;
-  metadata_.store(args, stream, numbers);
+  if (metadata_.bytes() > 0) {
+    void* const numbers = workspace + workspace_.metadata;
+    metadata_.store(args, stream, numbers);
+    moved.emplace(metadata_.moved(args, numbers));
+  }
   for (const Input<Args>& in : inputs_) {
     if (in.copies == nullptr) continue;
     ForwardCopyParams copy = in.copy;
@@ -60,7 +64,7 @@ Args AttentionExecutable<Args>::ready(const Args& args, const Run& run, char* wo
     cuda::launch(stream, in.copies, &copy, {kCopyBlocks * gpu_.sms()}, kCopyThreads, 0,
                  "launching the kernel that copies rows");
   }
-  return metadata_.moved(args, numbers);
+  return moved ? *moved : args;
 }
 
 template <class Args>
@@ -70,7 +74,8 @@ void AttentionExecutable<Args>::run(const Call& call, const Run& run) const {
   if (!launches_) return;
   const CurrentContext current(gpu_.context());
   const LaunchMemory::Lease lease = memory(run);
-  launch(ready(args, run, lease.data), run, lease.data);
+  std::optional<Args> moved;
+  launch(ready(args, run, lease.data, moved), run, lease.data);
 }
 
 template <class Args>

@@ -73,8 +73,9 @@ class AttentionExecutable : public Executable {
   /// The workspace of a run.
   LaunchMemory::Lease memory(const Run& run) const;
   /// Puts the kernels on the stream that write copies and numbers to the workspace. Returns the
-  /// call with its numbers there.
-  Args ready(const Args& args, const Run& run, char* workspace) const;
+  /// call with its numbers there: `moved`, or `args` where it has none on the host.
+  const Args& ready(const Args& args, const Run& run, char* workspace,
+                    std::optional<Args>& moved) const;
 
   Gpu& gpu_;
   HostMetadata metadata_;

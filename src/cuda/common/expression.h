@@ -24,6 +24,7 @@ class DeviceExpressions {
   DeviceExpressions() = default;
   explicit DeviceExpressions(const Problem& problem);
 
+  bool given() const { return expressions_.given(); }
   bool changes_scores() const { return expressions_.changes_scores(); }
   bool masks() const { return expressions_.masks(); }
   /// Whether the derivative of a changed score by the score before is not 1 everywhere.
@@ -34,7 +35,8 @@ class DeviceExpressions {
   /// Of mask_mod.
   const MaskHullsText& mask_hulls() const { return mask_hulls_; }
 
-  /// What kernels are told in a call with these tensors.
+  /// What kernels are told in a call with these tensors. Those of a call without expressions take
+  /// none.
   kernels::ExpressionArguments arguments(std::span<const TensorBinding> tensors) const;
 
  private:

@@ -83,7 +83,7 @@ class ForwardPassExecutable : public AttentionExecutable<ForwardArgs> {
     set_random_numbers(params, run);
     params.o.data = args.out.data;
     params.lse = static_cast<float*>(args.lse.data);
-    params.expression = expressions_.arguments(args.tensors);
+    if (expressions_.given()) params.expression = expressions_.arguments(args.tensors);
   }
 
   /// Writes the rows of out and lse that belong to no sequence, if there may be any.

@@ -96,7 +96,7 @@ class ScoresExecutable final : public AttentionExecutable<ScoresArgs> {
     const Problem& p = problem_;
     ScoresParams params{};
     static_cast<CallParams&>(params) = call_params(p, band_of(plan_, p));
-    params.expression = expressions_.arguments(args.tensors);
+    if (expressions_.given()) params.expression = expressions_.arguments(args.tensors);
     params.q = strided(p.q);
     params.k = strided(p.k);
     params.q.data = const_cast<void*>(args.q.data);

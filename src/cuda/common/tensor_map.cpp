@@ -27,13 +27,10 @@ auto type_of(DType dtype) {
 
 }  // namespace
 
-void encode(const TensorShape& shape, void* data, TensorMapBlob* map, Promotion promotion) {
+void encode(const TensorShape& shape, TensorMapBlob* map, Promotion promotion) {
   std::array<unsigned long long, 4> dims{1, 1, 1, 1};
   std::array<unsigned long long, 3> byte_strides{kUnusedStride, kUnusedStride, kUnusedStride};
-  if (shape.empty()) {
-    data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) / kCopyAlignment *
-                                   kCopyAlignment);
-  } else {
+  if (!shape.empty()) {
     dims[0] = static_cast<unsigned long long>(shape.dim);
     const auto dimensions = outer_dimensions(shape);
     for (size_t i = 0; i < dimensions.size(); ++i) {
@@ -46,13 +43,22 @@ void encode(const TensorShape& shape, void* data, TensorMapBlob* map, Promotion 
   const auto columns = static_cast<unsigned>(kPanelBytes / size_of(shape.dtype));
   const std::array<unsigned, 4> box{columns, static_cast<unsigned>(shape.box_rows), 1, 1};
   const std::array<unsigned, 4> every{1, 1, 1, 1};
+  auto* const nowhere = reinterpret_cast<void*>(kCopyAlignment);  // the driver refuses null
   check(driver().cuTensorMapEncodeTiled(
-            map, type_of(shape.dtype), 4, data, dims.data(), byte_strides.data(), box.data(),
+            map, type_of(shape.dtype), 4, nowhere, dims.data(), byte_strides.data(), box.data(),
             every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
             promotion == Promotion::k128Bytes ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                               : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
         "cuTensorMapEncodeTiled");
+}
+
+void place(const TensorShape& shape, void* data, TensorMapBlob* map) {
+  if (shape.empty()) {
+    data = reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(data) / kCopyAlignment *
+                                   kCopyAlignment);
+  }
+  check(driver().cuTensorMapReplaceAddress(map, data), "cuTensorMapReplaceAddress");
 }
 
 }  // namespace fulgur::cuda

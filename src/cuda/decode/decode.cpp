@@ -88,6 +88,11 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
     params_.to_fit = kernels::divisor(plan.grid - params_.batch * params_.hk);
     params_.heads = kernels::divisor(params_.hk);
   }
+  if (plan.box_keys > 0) {
+    const CurrentContext current(gpu.context());
+    encode(inputs_[1].shape, &params_.k_map, Promotion::k128Bytes);
+    encode(inputs_[2].shape, &params_.v_map, Promotion::k128Bytes);
+  }
   kernel_ = gpu.kernel(decode_kernel(plan)).function;
   if (plan.has_combine_kernel()) combine_kernel_ = gpu.kernel(combine_kernel(plan)).function;
 }
@@ -97,11 +102,11 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, const Run& run
   DecodeParams p = params_;
   set_run(p, args, run, workspace);
   if (plan_.box_keys > 0) {
-    const auto encode_keys = [&](const TensorShape& shape, void* data, TensorMapBlob* map) {
-      encode(shape, shape.empty() ? args.out.data : data, map, Promotion::k128Bytes);
+    const auto place_keys = [&](const TensorShape& shape, void* data, TensorMapBlob* map) {
+      place(shape, shape.empty() ? args.out.data : data, map);
     };
-    encode_keys(inputs_[1].shape, p.k.data, &p.k_map);
-    encode_keys(inputs_[2].shape, p.v.data, &p.v_map);
+    place_keys(inputs_[1].shape, p.k.data, &p.k_map);
+    place_keys(inputs_[2].shape, p.v.data, &p.v_map);
   }
   set_data(args.descales.k_descale, plan_.k_scales, &p.k_scale);
   set_data(args.descales.v_descale, plan_.v_scales, &p.v_scale);
@@ -121,28 +126,33 @@ void DecodeExecutable::run(const Call& call, const Run& run) const {
   appending.rotate_into(lease.data + at_.rotated);
   AppendParams append = append_params(appending.call());
   set_lengths(appending.rows(), append);
-  launch(ready(appending.attention(), run, lease.data), append, run, lease.data);
+  std::optional<ForwardArgs> moved;
+  launch(ready(appending.attention(), run, lease.data, moved), &append, run, lease.data);
 }
 
 void DecodeExecutable::launch(const ForwardArgs& args, const Run& run, char* workspace) const {
-  launch(args, {}, run, workspace);
+  launch(args, nullptr, run, workspace);
 }
 
-void DecodeExecutable::launch(const ForwardArgs& args, const AppendParams& append, const Run& run,
+void DecodeExecutable::launch(const ForwardArgs& args, const AppendParams* append, const Run& run,
                               char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
-  const DecodeAppendParams params{{append}, arguments(args, run, workspace)};
-  const DecodeParams& attention = params;
-  const void* const of_plan = plan_.appends ? static_cast<const void*>(&params) : &attention;
-  if (params.batch > 0) {  // else all rows are padding
-    cuda::launch(stream, kernel_, of_plan, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+  const DecodeParams attention = arguments(args, run, workspace);
+  const auto launch_kernels = [&](const void* params) {
+    cuda::launch(stream, kernel_, params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
                  "launching the decode kernel");
-    if (combine_kernel_ != nullptr && plan_.max_splits > 1) {
-      cuda::launch(
-          stream, combine_kernel_, of_plan,
-          {params.batch * params.hk, ceil_div(plan_.combine_warps(), kernels::kCombineWarps)},
-          32 * kernels::kCombineWarps, 0, "launching the kernel that combines splits");
-    }
+    if (combine_kernel_ == nullptr || plan_.max_splits <= 1) return;
+    cuda::launch(
+        stream, combine_kernel_, params,
+        {attention.batch * attention.hk, ceil_div(plan_.combine_warps(), kernels::kCombineWarps)},
+        32 * kernels::kCombineWarps, 0, "launching the kernel that combines splits");
+  };
+  if (attention.batch == 0) return launch_padding(args, stream);  // no row is of a sequence
+  if (append == nullptr) {
+    launch_kernels(&attention);
+  } else {
+    const DecodeAppendParams both{{*append}, attention};
+    launch_kernels(&both);
   }
   launch_padding(args, stream);
 }

@@ -22,7 +22,7 @@ class DecodeExecutable final : public ForwardPassExecutable {
 
  private:
   void launch(const ForwardArgs& args, const Run& run, char* workspace) const override;
-  void launch(const ForwardArgs& args, const AppendParams& append, const Run& run,
+  void launch(const ForwardArgs& args, const AppendParams* append, const Run& run,
               char* workspace) const;
   DecodeParams arguments(const ForwardArgs& args, const Run& run, char* workspace) const;
 

@@ -162,6 +162,7 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
      const unsigned long long* dims, const unsigned long long* byte_strides, const unsigned* box, \
      const unsigned* element_strides, CUtensorMapInterleave interleave,                           \
      CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill))      \
+  F(cuTensorMapReplaceAddress, "cuTensorMapReplaceAddress", (void* map, void* address))           \
   F(cuLaunchKernelEx, "cuLaunchKernelEx",                                                         \
     (const CUlaunchConfig* config, CUfunction function, void** arguments, void** extra))
 

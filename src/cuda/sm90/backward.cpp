@@ -10,6 +10,11 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
+/// The maps of the inputs.
+constexpr TensorMapBlob BackwardParams::*kMaps[] = {
+    &BackwardParams::q_map, &BackwardParams::k_map, &BackwardParams::v_map,
+    &BackwardParams::dout_map, &BackwardParams::bias_map};
+
 constexpr int kRowsThreads = 384, kRepairThreads = 256, kReduceColumns = 32;
 constexpr int kMaxGridY = 65535;
 constexpr int kBiasGradientRows = 128, kBiasGradientThreads = 384;
@@ -102,6 +107,8 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
   params_.score_tiles = plan_.score_tiles;
   params_.cut_blocks = plan_.cut_blocks;
   params_.first_partial = plan_.first_cut_head;
+  const CurrentContext current(gpu.context());
+  for (size_t i = 0; i < inputs_.size(); ++i) encode(inputs_[i].shape, &(params_.*kMaps[i]));
   keys_ = gpu.kernel(keys_kernel(plan_)).function;
   if (plan_.stores_ds()) rows_ = gpu.kernel(rows_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan_)).function;
@@ -115,13 +122,10 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.zeros = reinterpret_cast<unsigned char*>(workspace + at_.zeros);
   p.ds = reinterpret_cast<unsigned char*>(workspace + at_.ds);
   p.first_parts = reinterpret_cast<int*>(workspace + at_.first_parts);
-  constexpr TensorMapBlob BackwardParams::*kMaps[] = {
-      &BackwardParams::q_map, &BackwardParams::k_map, &BackwardParams::v_map,
-      &BackwardParams::dout_map, &BackwardParams::bias_map};
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const TensorShape& shape = inputs_[i].shape;
     // Empty tensors are never read, but their maps must be valid: they describe the workspace.
-    encode(shape, shape.empty() ? workspace : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
+    place(shape, shape.empty() ? workspace : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
   }
   return p;
 }

@@ -12,6 +12,10 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
+/// The maps of q, k, v and the bias.
+constexpr TensorMapBlob ForwardParams::*kMaps[] = {&ForwardParams::q_map, &ForwardParams::k_map,
+                                                   &ForwardParams::v_map, &ForwardParams::bias_map};
+
 KernelUse main_kernel(const ForwardPlan& plan) {
   return {{"sm90/forward/forward.cu", kernel_config(plan)}, "fulgur_forward", plan.shared_bytes};
 }
@@ -63,6 +67,13 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
     add_input("bias", &ForwardArgs::bias, shapes.bias, {plan.copies_bias, copies[3]});
   if (plan_.work.q_tiles == 0) return;
   kernel_ = gpu.kernel(main_kernel(plan_)).function;
+  {
+    const CurrentContext current(gpu.context());
+    if (plan_.store == ForwardPlan::Store::kTiles) encode(out_, &params_.o_map);
+    for (size_t i = 0; i < inputs_.size(); ++i) {
+      if (has_map(i)) encode(inputs_[i].shape, &(params_.*kMaps[i]));
+    }
+  }
   map_ = TileMap(p, plan_, plan_.map_tiles(), gpu);
   if (!plan_.centers_v()) return;
   values_kernel_ = gpu.kernel(values_kernel(plan_)).function;
@@ -71,6 +82,10 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
   // A CTA for 32 columns of a stretch.
   const int columns = static_cast<int>(p.batch * p.hk) * plan_.value_dim;
   values_grid_ = p.sk > 0 ? columns / 32 * params_.values.stretches : 0;
+}
+
+bool ForwardExecutable::has_map(size_t input) const {
+  return !plan_.centers_v() || kMaps[input] != &ForwardParams::v_map;
 }
 
 ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& run,
@@ -86,35 +101,31 @@ ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& r
   p.values.image = reinterpret_cast<unsigned char*>(workspace + at_.image);
   p.values.means = reinterpret_cast<float*>(workspace + at_.means);
   p.values.sums = reinterpret_cast<RowSum*>(workspace + at_.sums);
-  if (plan_.store == ForwardPlan::Store::kTiles) encode(out_, p.o.data, &p.o_map);
-  constexpr TensorMapBlob ForwardParams::*kMaps[] = {&ForwardParams::q_map, &ForwardParams::k_map,
-                                                     &ForwardParams::v_map,
-                                                     &ForwardParams::bias_map};
+  if (plan_.store == ForwardPlan::Store::kTiles) place(out_, p.o.data, &p.o_map);
   for (size_t i = 0; i < inputs_.size(); ++i) {
-    if (plan_.centers_v() && kMaps[i] == &ForwardParams::v_map) continue;
+    if (!has_map(i)) continue;
     // An empty q or out launches nothing; empty k and v are never read, but their maps must be
     // valid: they lie around out.
     const TensorShape& shape = inputs_[i].shape;
-    encode(shape, shape.empty() ? p.o.data : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
+    place(shape, shape.empty() ? p.o.data : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
   }
   return p;
 }
 
 void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
+  if (kernel_ == nullptr) return launch_padding(args, stream);
   ForwardParams params = arguments(args, run, workspace);
   map_.launch(stream, workspace + at_.map, params, params.expression);
   if (values_grid_ > 0) {
     cuda::launch(stream, values_kernel_, &params, {values_grid_}, kernels::kValuesThreads,
                  values_shared_bytes_, "launching the kernel that centres V");
   }
-  if (kernel_ != nullptr) {
-    // Q, K and the first scores come while V is prepared.
-    const bool prepares_v = values_grid_ > 0 || plan_.widens_v;
-    const Start start = plan_.pairs && prepares_v ? Start::kEarly : Start::kAfterAll;
-    cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
-                 "launching the forward kernel", start);
-  }
+  // Q, K and the first scores come while V is prepared.
+  const bool prepares_v = values_grid_ > 0 || plan_.widens_v;
+  const Start start = plan_.pairs && prepares_v ? Start::kEarly : Start::kAfterAll;
+  cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
+               "launching the forward kernel", start);
   launch_padding(args, stream);
 }
 

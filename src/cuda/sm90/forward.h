@@ -18,8 +18,9 @@ class ForwardExecutable final : public ForwardPassExecutable {
                     Explanation explanation);
 
  private:
-  /// Encodes the tensor maps, and launches.
   void launch(const ForwardArgs& args, const Run& run, char* workspace) const override;
+  /// Whether the kernel reads an input by a tensor map.
+  bool has_map(size_t input) const;
   ForwardParams arguments(const ForwardArgs& args, const Run& run, char* workspace) const;
 
   ForwardPlan plan_;
