@@ -492,9 +492,10 @@ NB_MODULE(_fulgur, m) {
     nb::set_leak_warnings(false);
   });
   nb::class_<fulgur::python::TorchRuns>(m, "TorchRuns")
-      .def(nb::init<nb::tuple, nb::object>(), "types"_a, "differentiates"_a)
-      .def("run", &fulgur::python::TorchRuns::run, "plan"_a, "with_lse"_a, "q"_a.none(),
-           "k"_a.none(), "v"_a.none(), "given"_a);
+      .def(nb::init<nb::tuple, nb::object, const fulgur::Plan&, bool>(), "types"_a,
+           "differentiates"_a, "plan"_a, "with_lse"_a)
+      .def("run", &fulgur::python::TorchRuns::run, "q"_a.none(), "k"_a.none(), "v"_a.none(),
+           "given"_a);
   nb::class_<fulgur::python::TorchDirect>(m, "TorchDirect")
       .def(nb::init<nb::tuple, nb::tuple, nb::object, nb::object>(), "seen_by"_a, "types"_a,
            "record"_a, "deterministic"_a)

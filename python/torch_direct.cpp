@@ -122,10 +122,12 @@ void* TorchTensors::stream(Device device) const {
   return stream;
 }
 
-TorchRuns::TorchRuns(nb::tuple types, nb::object differentiates)
+TorchRuns::TorchRuns(nb::tuple types, nb::object differentiates, const Plan& plan, bool with_lse)
     : tensors_(std::move(types)),
       differentiates_(std::move(differentiates)),
-      current_level_(interned("_current_level")) {}
+      current_level_(interned("_current_level")),
+      plan_(plan),
+      with_lse_(with_lse) {}
 
 Tensor TorchRuns::view(const char* name, nb::handle tensor) const {
   const Tensor view = tensors_.view(name, tensor);
@@ -144,8 +146,8 @@ bool TorchRuns::read_tensor(std::string_view name, nb::handle tensor, ForwardArg
   return known;
 }
 
-nb::object TorchRuns::run(const Plan& plan, bool with_lse, nb::handle q, nb::handle k, nb::handle v,
-                          const nb::dict& given) const {
+nb::object TorchRuns::run(nb::handle q, nb::handle k, nb::handle v, const nb::dict& given) const {
+  if (!tensors_.is_one(q)) return nb::none();  // what throws takes longer
   return or_none([&]() -> nb::object {
     if (nb::cast<int64_t>(differentiates_.attr(current_level_)) >= 0) return nb::none();
     ForwardArgs args;
@@ -169,7 +171,7 @@ nb::object TorchRuns::run(const Plan& plan, bool with_lse, nb::handle q, nb::han
         return nb::none();
       }
     }
-    if (lse.is_valid() && !with_lse) return nb::none();
+    if (lse.is_valid() && !with_lse_) return nb::none();
     if (out.is_valid()) args.out = view("out", out);
     if (lse.is_valid()) args.lse = view("lse", lse);
     options.stream = tensors_.stream(args.q.device);
@@ -177,12 +179,12 @@ nb::object TorchRuns::run(const Plan& plan, bool with_lse, nb::handle q, nb::han
     {
       const WithoutGil unlocked;
       if (!out.is_valid()) fresh_out = torch_out(args, args.v);
-      if (with_lse && !lse.is_valid()) fresh_lse = torch_lse(args);
-      plan.run(args, options);
+      if (with_lse_ && !lse.is_valid()) fresh_lse = torch_lse(args);
+      plan_.run(args, options);
     }
     if (fresh_out) out = torch_object(fresh_out);
     if (fresh_lse) lse = torch_object(fresh_lse);
-    return with_lse ? nb::make_tuple(out, lse) : out;
+    return with_lse_ ? nb::make_tuple(out, lse) : out;
   });
 }
 

@@ -31,17 +31,16 @@ class TorchTensors {
   const ExchangeApi* exchange_ = nullptr;  ///< null where PyTorch lacks some of what is called
 };
 
-/// Runs of plans of the forward pass.
+/// Runs of a plan of the forward pass.
 class TorchRuns {
  public:
   /// `differentiates` has an attribute `_current_level` that is 0 or more where derivatives are
-  /// computed in forward mode.
-  TorchRuns(nb::tuple types, nb::object differentiates);
+  /// computed in forward mode. `with_lse`: whether runs return lse.
+  TorchRuns(nb::tuple types, nb::object differentiates, const Plan& plan, bool with_lse);
 
   /// What fulgur.Plan.run returns of these keyword arguments. None where an argument is of another
   /// type than most callers give or wrong, which Python's functions explain.
-  nb::object run(const Plan& plan, bool with_lse, nb::handle q, nb::handle k, nb::handle v,
-                 const nb::dict& given) const;
+  nb::object run(nb::handle q, nb::handle k, nb::handle v, const nb::dict& given) const;
 
  private:
   Tensor view(const char* name, nb::handle tensor) const;
@@ -51,6 +50,8 @@ class TorchRuns {
   TorchTensors tensors_;
   nb::object differentiates_;
   nb::object current_level_;  ///< a name
+  Plan plan_;
+  bool with_lse_;
 };
 
 class TorchDirect {

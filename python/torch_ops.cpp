@@ -28,6 +28,26 @@ using Handle = OpaqueTensor*;
 struct OpaqueLibrary;
 using Kernel = void(uint64_t* stack, uint64_t arguments, uint64_t results);
 
+// Of PyTorch's C++ interface what the names of two functions say, where no function of the shim is
+// as fast.
+
+/// c10::IntArrayRef.
+struct Integers {
+  const int64_t* data;
+  size_t size;
+};
+/// std::optional<c10::Device>.
+struct OptionalDevice {
+  int8_t type, index;
+  bool given;
+};
+/// at::TensorBase, and with it at::Tensor, which a handle of the shim points to. It is returned as
+/// a class with a destructor is.
+struct TensorBase {
+  void* tensor;
+  ~TensorBase() {}  // NOLINT(modernize-use-equals-default)
+};
+
 /// One of torch's libraries that is in the process already.
 class LoadedLibrary {
  public:
@@ -83,10 +103,17 @@ struct Torch {
   /// Null before PyTorch 2.13, which deletes with C++'s own operator.
   int32_t (*delete_value)(uint64_t*) =
       cpu_library.optional<int32_t(uint64_t*)>("torch_delete_stable_ivalue");
-  /// THPVariable_Wrap(const at::TensorBase&), a function of C++ whose name says what it takes: what
-  /// a handle of the shim points to. Null in a PyTorch that does it otherwise.
+  // Null in a PyTorch that does it otherwise.
+
+  /// THPVariable_Wrap(const at::TensorBase&).
   PyObject* (*wrap)(Handle) =
       python_library.optional<PyObject*(Handle)>("_Z16THPVariable_WrapRKN2at10TensorBaseE");
+  /// at::detail::empty_strided_cuda(sizes, strides, c10::ScalarType, std::optional<c10::Device>),
+  /// which the graphs of torch.compile call: the shim's function goes through the dispatcher.
+  TensorBase (*empty_on_cuda)(Integers, Integers, int8_t, OptionalDevice) =
+      cuda_library.optional<TensorBase(Integers, Integers, int8_t, OptionalDevice)>(
+          "_ZN2at6detail18empty_strided_cudaEN3c108ArrayRefIlEES3_NS1_10ScalarTypeESt8optionalINS1_"
+          "6DeviceEE");
   /// Null where failures of the shim leave no words.
   const char* (*what)() =
       cpu_library.optional<const char*()>("torch_exception_get_what_without_backtrace");
@@ -247,17 +274,35 @@ Tensor view(const char* name, Handle handle) {
   return t;
 }
 
-/// A fresh contiguous tensor, of torch's allocator for the current stream.
+/// Fresh memory of torch's allocator for the current stream.
+Handle allocate(const Tensor& t) {
+  const auto code = std::find_if(torch->dtypes.begin(), torch->dtypes.end(),
+                                 [&](const auto& entry) { return entry.second == t.dtype; });
+  const bool cuda = t.device.type == DeviceType::kCuda;
+  const int32_t type = cuda ? torch->cuda : torch->cpu;
+  if (cuda && torch->empty_on_cuda != nullptr) {
+    const auto rank = static_cast<size_t>(t.rank);
+    const OptionalDevice device{static_cast<int8_t>(type), static_cast<int8_t>(t.device.index),
+                                true};
+    try {
+      return reinterpret_cast<Handle>(
+          new TensorBase(torch->empty_on_cuda({t.shape.data(), rank}, {t.strides.data(), rank},
+                                              static_cast<int8_t>(code->first), device)));
+    } catch (const std::exception&) {
+      // The shim's function says why, in fewer words.
+    }
+  }
+  Handle handle = nullptr;
+  torch->check(torch->empty_strided(t.rank, t.shape.data(), t.strides.data(), code->first, type,
+                                    t.device.index, &handle));
+  return handle;
+}
+
+/// A fresh contiguous tensor.
 std::pair<TorchTensor, Tensor> empty(DType dtype, std::span<const int64_t> shape, Device device) {
   Tensor t = Tensor::contiguous(nullptr, dtype, shape, device);
-  const auto code = std::find_if(torch->dtypes.begin(), torch->dtypes.end(),
-                                 [&](const auto& entry) { return entry.second == dtype; });
-  Handle handle = nullptr;
-  torch->check(torch->empty_strided(t.rank, t.shape.data(), t.strides.data(), code->first,
-                                    device.type == DeviceType::kCpu ? torch->cpu : torch->cuda,
-                                    device.index, &handle));
-  TorchTensor owned(handle);
-  torch->check(torch->get_data_ptr(handle, &t.data));
+  TorchTensor owned(allocate(t));
+  torch->check(torch->get_data_ptr(owned.get(), &t.data));
   return {std::move(owned), t};
 }
 

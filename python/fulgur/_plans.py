@@ -1,6 +1,5 @@
 """Plans: every decision about one shape of a call, made once, in words and as data."""
 
-import functools
 import json
 import sys
 from types import GenericAlias
@@ -128,10 +127,13 @@ class _AnyPlan:
         return f"<fulgur.{type(self).__name__}: {self.explain().splitlines()[0]}>"
 
 
-@functools.cache
-def _torch_runs():
-    torch = sys.modules["torch"]
-    return _fulgur.TorchRuns((torch.Tensor,), torch.autograd.forward_ad).run
+def _runs_of_torch(plan):
+    """What runs a plan on tensors of PyTorch, and returns None where they are none; None before PyTorch is imported."""
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        of = (torch.Tensor,), torch.autograd.forward_ad
+        plan._torch = _fulgur.TorchRuns(*of, plan._plan, "lse" in plan._results).run
+    return plan._torch
 
 
 class Plan(_AnyPlan):
@@ -141,12 +143,13 @@ class Plan(_AnyPlan):
     write to each other's arrays.
     """
 
-    __slots__ = ("_results",)  # (shape, dtype) of what a run returns, by name
+    __slots__ = ("_results", "_torch")  # (shape, dtype) of what a run returns, by name; _runs_of_torch()
     __class_getitem__ = classmethod(GenericAlias)  # the stubs' Plan[Literal[True]]: with return_lse
 
     def __init__(self, plan, results):
         super().__init__(plan)
         self._results = results
+        self._torch = None
 
     @described("Plan.run")
     def run(self, q, k, v, **given):
@@ -162,9 +165,9 @@ class Plan(_AnyPlan):
             ValueError, TypeError: an argument is wrong or not as planned; nothing was written.
             fulgur.Error: the engine failed.
         """
-        torch = sys.modules.get("torch")
-        if torch is not None and type(q) is torch.Tensor:
-            arrays = _torch_runs()(self._plan, "lse" in self._results, q, k, v, given)
+        run = self._torch or _runs_of_torch(self)
+        if run is not None:
+            arrays = run(q, k, v, given)
             if arrays is not None:
                 return arrays
         check("Plan.run", given)

@@ -16,14 +16,20 @@ from fulgur import _fulgur, _plans  # noqa: E402
 def computed(monkeypatch):
     """Whether the runs since went around Python's functions, in their order."""
     found = []
-    run = _plans._torch_runs()
+    runs_of_torch = _plans._runs_of_torch
 
-    def spy(*arguments):
-        arrays = run(*arguments)
-        found.append(arrays is not None)
-        return arrays
+    def spied(plan):
+        run = runs_of_torch(plan)
+        plan._torch = None  # the next run asks again
 
-    monkeypatch.setattr(_plans, "_torch_runs", lambda: spy)
+        def spy(*arguments):
+            arrays = run(*arguments)
+            found.append(arrays is not None)
+            return arrays
+
+        return spy
+
+    monkeypatch.setattr(_plans, "_runs_of_torch", spied)
     return found
 
 
@@ -125,7 +131,7 @@ def test_a_pytorch_without_the_exchange_of_dlpack():
     class Old:
         pass
 
-    runs = _fulgur.TorchRuns((Old,), forward_ad)
     q, k, v = make_qkv()
     plan = fulgur.plan(q, k, v)
-    assert runs.run(plan._plan, False, Old(), k, v, {}) is None
+    runs = _fulgur.TorchRuns((Old,), forward_ad, plan._plan, False)
+    assert runs.run(Old(), k, v, {}) is None
