@@ -45,13 +45,16 @@ __device__ __forceinline__ void add_up_in_warp(const float (&x)[columns], float*
   }
 }
 
-// The mean of a column over `count` keys; 0 where some of them are NaN.
-__device__ __forceinline__ float mean_of(const float (*sums)[kColumns], int column, float count) {
+// The sum of a column.
+__device__ __forceinline__ float sum_of(const float (*of_warps)[kColumns], int column) {
   float sum = 0;
 #pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp][column];
-  return sum == sum ? sum / count : 0;
+  for (int warp = 0; warp < kWarps; ++warp) sum += of_warps[warp][column];
+  return sum;
 }
+
+// 0 where some of the numbers are NaN.
+__device__ __forceinline__ float mean_of(float sum, int count) { return sum == sum ? sum / float(count) : 0; }
 
 // The row in the image of column i of a thread's four, columns 4 w to 4 w + 3 of 32: accumulators 2 q and 2 q + 1 of
 // the j-th 8 are columns 8 q + 2 j and 8 q + 2 j + 1.
@@ -76,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
   let_next_kernel_start();
   constexpr int kSlabs = kValueDim / kColumns;
   float(*const sums)[kColumns] = reinterpret_cast<float(*)[kColumns]>(raw);
-  float(*const rests)[kColumns] = reinterpret_cast<float(*)[kColumns]>(raw + kValuesSumsBytes);
+  float(*const sums_of_w)[kColumns] = reinterpret_cast<float(*)[kColumns]>(raw + kValuesSumsBytes);
   const int kv_heads = p.hq / p.group;
   const int slab = blockIdx.x % kSlabs;
   const int kv_head = blockIdx.x / kSlabs % kv_heads;
@@ -86,8 +89,7 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
   const int first = stretch * kStretchKeys;
   if (first >= n.sk) return;
   const int keys = min(n.sk - first, +kStretchKeys);
-  // Up to the end of its last tile: P is 0 there, and what it is multiplied with must be a number.
-  const int steps = (keys + kBlockKeys - 1) / kBlockKeys * (kBlockKeys / ElementV::kStep);
+  const int steps = (keys + ElementV::kStep - 1) / ElementV::kStep;
 
   {
     const StridedTensor& v = p.v;
@@ -133,7 +135,9 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
   const int word = threadIdx.x % kWords;
   u32* const shifts = reinterpret_cast<u32*>(sums);  // of columns, two of each
   if (threadIdx.x < kColumns) {
-    const float half = -0.5f * mean_of(sums, int(threadIdx.x), float(keys));
+    const float all = sum_of(sums, int(threadIdx.x));
+    sums[1][threadIdx.x] = all;
+    const float half = -0.5f * mean_of(all, keys);
     shifts[threadIdx.x] = Half::pack(half, half);
   }
   __syncthreads();
@@ -142,12 +146,12 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
   unsigned char* const image =
       p.values.image + (first_image_tile(p, batch, kv_head, n.k_start) + first / kBlockKeys) * kBlockKeys * kValueDim +
       slab * kColumns * kStepBytes;
-  float rest[4] = {};
+  float sum_of_w[4] = {};
 #pragma unroll 1
   for (int at = threadIdx.x / kWords; at < (steps + 3) / 4 * 4; at += kStepsAtOnce) {  // whole warps
     const int step = min(at, steps - 1);
     u32 of_column[4][8];
-    u32 left[4];  // of V, sums of half of the keys each
+    u32 of_step[4];  // sums of half of the keys each, few enough for f16
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       u32 x[4];
@@ -163,9 +167,8 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
           const u32 a = numbers_of(first, k - j), b = numbers_of(second, k - j);
           const u32 w = f16_to_e4m3(Half::fma(a, 0x38003800, shift[k]), Half::fma(b, 0x38003800, shift[k]));  // 0.5
           of_column[k][i] = w;
-          const u32 left_of_a = Half::fma(numbers_of(w, 0), 0xc000c000, a);  // -2
-          const u32 both = Half::add(left_of_a, Half::fma(numbers_of(w, 1), 0xc000c000, b));
-          left[k] = i == 0 ? both : Half::add(left[k], both);
+          const u32 both = Half::add(numbers_of(w, 0), numbers_of(w, 1));
+          of_step[k] = i == 0 ? both : Half::add(of_step[k], both);
         }
       }
     }
@@ -173,19 +176,23 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 4)
     const int missing = at != step ? 0 : min(max((step + 1) * ElementV::kStep - keys, 0), +ElementV::kStep);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      if (at == step) rest[j] += Half::low(left[j]) + Half::high(left[j]);
+      if (at == step) sum_of_w[j] += Half::low(of_step[j]) + Half::high(of_step[j]);
       if (missing > 0) {
         const u32 of_zero = numbers_of(f16_to_e4m3(shift[j], shift[j]), 0);
-        rest[j] += 2 * float(missing) * Half::low(of_zero);
+        sum_of_w[j] -= float(missing) * Half::low(of_zero);
       }
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       store_row(image + step * kVStepBytes + row_of_column(word, j) * kStepBytes, of_column[j]);
   }
-  add_up_in_warp<4, kWords>(rest, rests[threadIdx.x / 32]);
+  // What follows in the last tile: P is 0 there, and what it is multiplied with must be a number.
+  const int end = (keys + kBlockKeys - 1) / kBlockKeys * (kBlockKeys / ElementV::kStep);
+  for (int at = steps * 2 * kColumns + threadIdx.x; at < end * 2 * kColumns; at += kValuesThreads)
+    *reinterpret_cast<uint4*>(image + at / (2 * kColumns) * kVStepBytes + at % (2 * kColumns) * 16) = {0, 0, 0, 0};
+  add_up_in_warp<4, kWords>(sum_of_w, sums_of_w[threadIdx.x / 32]);
   __syncthreads();
   if (threadIdx.x < kColumns)
     means_of(p, batch * kv_heads + kv_head)[stretch * kValueDim + slab * kColumns + threadIdx.x] =
-        mean_of(rests, int(threadIdx.x), float(keys));
+        mean_of(sums[1][threadIdx.x] - 2 * sum_of(sums_of_w, int(threadIdx.x)), keys);
 }
