@@ -12,14 +12,15 @@
 #include "backward/repair.cuh"
 #include "backward/round.cuh"
 
-// Two choices that are faster where dQ is accumulated, except in order for head dims above 96, and where dK and dV are
-// left out: arithmetic on scores overlaps the second of two products, unless the derivative of softcap takes the
+// Two choices that are faster where dQ is accumulated, except in order for head dims above 96, and where some gradients
+// are left out: arithmetic on scores overlaps the second of two products, unless the derivative of softcap takes the
 // registers for that; and K and V are in registers as far as gradients, scores and P leave room, less a margin for the
-// compiler. 16 dims take four registers. What is in registers comes last in a sum over dims: without dK and dV all of
-// an operand is or nothing, since dS has the bits that it has with them.
+// compiler. 16 dims take four registers. What is in registers comes last in a sum over dims: where some gradients are
+// left out all of an operand is or nothing, since the others have the bits of a call of all.
 enum : int {
+  kLeavesOut = !kComputesDq || !kKeyGradients,
   kScoresAhead = !kKeyGradients,  // the second product is S^T of the next step
-  kOverlaps = kScoresAhead || (kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96)),
+  kOverlaps = kLeavesOut || (kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96)),
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
   kMaskRegisters = kBias == 1 + kBool ? 16 : 0,
   kHeldRegisters = (kKeyGradients ? kHeadDim / 2 + kValueDim / 2 : kBlockRows / 2) + kBlockRows / 2 +
@@ -27,8 +28,8 @@ enum : int {
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
   kStepsOfK = kHeadDim / ElementK::kStep,
   kStepsOfV = kValueDim / ElementV::kStep,
-  kFrontOfK = kScoresAhead && kFrontSteps < kStepsOfK ? 0 : min_of(kFrontSteps, kStepsOfK),
-  kFrontOfV = kScoresAhead && kFrontSteps - kFrontOfK < kStepsOfV ? 0 : min_of(kFrontSteps - kFrontOfK, kStepsOfV),
+  kFrontOfK = kLeavesOut && kFrontSteps < kStepsOfK ? 0 : min_of(kFrontSteps, kStepsOfK),
+  kFrontOfV = kLeavesOut && kFrontSteps - kFrontOfK < kStepsOfV ? 0 : min_of(kFrontSteps - kFrontOfK, kStepsOfV),
 };
 
 // The producer's side.
