@@ -27,7 +27,7 @@ namespace fulgur::distributed {
 namespace {
 
 /// What is sent and received, one after the other, while other work goes on: in threads, or, where
-/// a stream computes meanwhile, when it is waited for.
+/// a stream computes meanwhile or nothing does, when it is waited for.
 class Line {
  public:
   explicit Line(bool in_threads)
@@ -84,7 +84,7 @@ class Work {
         calls_(plan, args, run) {}
 
   void operator()() {
-    Line line(p_.device == Device{});
+    Line line(p_.device == Device{} && plan_.steps > 1);
     // What steps compute with, and up to where memory of earlier ones is in use.
     std::array<std::optional<Step>, 2> steps;
     std::array<Order::Mark, 2> computed;
