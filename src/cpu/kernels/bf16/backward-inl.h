@@ -177,7 +177,14 @@ template <int kParts>
 HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const KeyTile& tile,
                                  bool plain, const TileBackwardScratch<kParts>& s) {
   const Problem& p = task.problem;
-  if (plain) return plain_masked_gradients(t, tile, query_factor(p), s);
+  const auto add_to_bias = [&] {
+    if (p.has(Arg::kDbias))
+      add_bias_gradient(task.given.dbias, s.dbias_rows, t.panel, tile, s.dBias);
+  };
+  if (plain) {
+    plain_masked_gradients(t, tile, query_factor(p), s);
+    return add_to_bias();
+  }
   const int64_t n = tile.n, width = kTilePanelRows;
   scale_scores(n, width, query_factor(p), s.P);
   score_rule(p, t.panel, tile, s.P, width, s.slope);
@@ -188,7 +195,7 @@ HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const Key
          s.dS);
   }
   score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS, s.dBias);
-  if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.dbias_rows, t.panel, tile, s.dBias);
+  add_to_bias();
 }
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see
@@ -220,9 +227,9 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
 /// load_bias(), which asks for that of the next tile, too, and for what this one adds to.
 HWY_INLINE bool take_bias(const Task& task, const KeyTile& tile, float* to, Panel* panel) {
   const BiasSums& sums = task.given.dbias;
-  const bool sees = load_bias(task, tile, to, panel);
+  const bool sees = load_bias(task, tile, false, to, panel);
   for (int half = 0; half < 2; ++half) {
-    ask_for_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->count,
+    ask_for_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->bias_count(),
                  tile.j + kBc, half);
     ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, half);
   }
@@ -369,7 +376,11 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
              kTilePanelRows,
              {n, t.panel.count, p.dv}});
         products.flush();
-        if (plain && !tile.partial && n == padded) {
+        if (plain) {
+          add_bias(p, t.panel, tile, static_cast<float>(1 / p.scale), s.P, kTilePanelRows);
+        }
+        const bool full = !t.panel.mask.hides(tile) && n == padded && !p.has(Arg::kDbias);
+        if (plain && full) {
           full_gradients(t, n, i, query_factor(p), s);
         } else {
           masked_gradients(task, t, tile, plain, s);

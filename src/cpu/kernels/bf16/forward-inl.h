@@ -120,7 +120,8 @@ HWY_INLINE void scale_scores(int64_t n, int64_t width, float factor, float* HWY_
   }
 }
 
-/// Whether a mask and the factor of the softmax are all that scores differ from products by.
+/// Whether a mask and the factor of the softmax are all that scores differ from products by, which
+/// take a bias.
 inline bool plain_scores(const Problem& p) { return only_scales(p) && query_factor(p) > 0; }
 
 /// Where P of keys jj and jj + 1 of a key tile stands in its steps.
@@ -341,7 +342,10 @@ class TileForward {
   struct Visit {
     int64_t i, place;
     KeyTile tile;
-    const float *bias = nullptr, *hiding = nullptr;  // of the tile: Panel::bias, PanelMask::hide
+    // Of the tile: those of the panel, and what hides keys.
+    const float *bias = nullptr, *hiding = nullptr;
+    int64_t bias_step = 0;
+    const void* bias_rows = nullptr;
   };
   /// P of panel i and steps [begin, end) of the chunk's keys, to be multiplied by V for the tiles
   /// of rows of O^T from `row` on, and added to what there is of it.
@@ -377,13 +381,15 @@ class TileForward {
   bool take_bias(Visit* at) {
     Panel& panel = panels_[at->i];
     float* const bias = s_.bias[spare_bias_];
-    if (!load_bias(task_, at->tile, bias, &panel)) return false;
+    if (!load_bias(task_, at->tile, false, bias, &panel)) return false;
     spare_bias_ = 1 - spare_bias_;
     at->bias = panel.bias;
+    at->bias_step = panel.bias_step;
+    at->bias_rows = panel.bias_rows;
     at->hiding = panel.mask.hides() ? bias : nullptr;
     for (int half = 0; half < 2; ++half) {
-      ask_for_bias(task_.given.bias.data, p_.bias, panel.bias_row, panel.count, at->tile.j + kBc,
-                   half);
+      ask_for_bias(task_.given.bias.data, p_.bias, panel.bias_row, panel.bias_count(),
+                   at->tile.j + kBc, half);
     }
     return true;
   }
@@ -494,8 +500,11 @@ class TileForward {
     const int64_t i = at.i, width = kVectors * kLanes;
     const KeyTile& tile = at.tile;
     panels_[i].bias = at.bias;
-    panels_[i].mask.hide(at.hiding, tile.j, width);
-    if (!plain_ || tile.partial || tile.n < kBc) finish_scores(i, tile, S);
+    panels_[i].bias_step = at.bias_step;
+    panels_[i].bias_rows = at.bias_rows;
+    panels_[i].mask.hide(at.hiding, tile.j, at.bias_step);
+    const bool biased = at.bias != nullptr || at.bias_rows != nullptr;
+    if (!plain_ || biased || tile.partial || tile.n < kBc) finish_scores(i, tile, S);
     const bool by_tiles = tiles_add(values_[at.place], panels_[i], tile);
     const bool packed = by_tiles && p_.dropout_p == 0;
     uint16_t* P = now->P + kParts * (now->end - now->begin) * kTileDepth * width;
@@ -561,8 +570,13 @@ class TileForward {
   void finish_scores(int64_t i, const KeyTile& tile, float* S) {
     const Flushing off(false);  // large softcaps make small numbers of scores
     const int64_t width = panels_[i].width(), n = tile.n;
-    if (!plain_) scale_scores(n, width, query_factor(p_), S);
-    score_rule(p_, panels_[i], tile, S, width, nullptr);
+    if (plain_) {
+      add_bias(p_, panels_[i], tile, static_cast<float>(1 / p_.scale), S, width);
+      hide_scores(panels_[i].mask, panels_[i].vectors, tile, S, width);
+    } else {
+      scale_scores(n, width, query_factor(p_), S);
+      score_rule(p_, panels_[i], tile, S, width, nullptr);
+    }
     std::fill(S + n * width, S + kBc * width, -std::numeric_limits<float>::infinity());
   }
 

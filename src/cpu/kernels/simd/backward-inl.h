@@ -223,7 +223,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &panel)) continue;
       const auto ask = [&](int half) HWY_ATTR {  // for the next tile, and what this one adds to
         const BiasSums& sums = task.given.dbias;
-        ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.count, tile.j + kBc, half);
+        ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(), tile.j + kBc,
+                     half);
         ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, half);
       };
       ask(0);

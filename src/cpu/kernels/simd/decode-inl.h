@@ -131,7 +131,9 @@ struct DecodeRows {
   /// Loads the bias of a tile, if there is one; whether it lets some row see some key.
   bool take_bias(const Task& task, const KeyTile& tile) {
     bool sees = bias.empty();
-    for (size_t i = 0; i < bias.size(); ++i) sees |= load_bias(task, tile, bias[i], &panels[i]);
+    for (size_t i = 0; i < bias.size(); ++i) {
+      sees |= load_bias(task, tile, false, bias[i], &panels[i]);
+    }
     return sees;
   }
 

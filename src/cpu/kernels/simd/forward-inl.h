@@ -207,7 +207,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       const auto ask = [&](int half) HWY_ATTR {
         const Panel& next = panels[last ? 0 : i + 1];
         const int64_t key = last ? tile.j + kBc : tile.j;
-        ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.count, key, half);
+        ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.bias_count(), key, half);
       };
       if (!begin_tile(task, expressions, i, 0, tile, s.bias, &panel)) continue;
       if (!loaded) {

@@ -49,12 +49,12 @@ class PanelMask {
     if (!keys.empty()) any_ = {std::min(any_.begin, keys.begin), std::max(any_.end, keys.end)};
   }
 
-  /// Of the tile at hand, from key j on, the keys are hidden whose bias [n][width] is -inf; null:
-  /// none.
-  void hide(const float* bias, int64_t j, int64_t width) {
+  /// Of the tile at hand, from key j on, the keys are hidden whose bias is -inf: [n][step], or
+  /// where a step is 0 [n] for all rows; null: none.
+  void hide(const float* bias, int64_t j, int64_t step) {
     bias_ = bias;
     tile_ = j;
-    width_ = width;
+    step_ = step;
   }
   /// Whether a bias hides keys.
   bool hides() const { return bias_ != nullptr; }
@@ -63,7 +63,8 @@ class PanelMask {
 
   bool sees(int64_t lane, int64_t j) const {
     if (j < begin_[lane] || j >= end_[lane]) return false;
-    if (hides() && bias_[(j - tile_) * width_ + lane] == kHidden) return false;
+    if (hides() && bias_[step_ == 0 ? j - tile_ : (j - tile_) * step_ + lane] == kHidden)
+      return false;
     return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
   }
   /// The tiles of `keys` that some row sees; the others are empty.
@@ -80,7 +81,7 @@ class PanelMask {
   int64_t tree_ = INT64_MAX;                         // keys from this one on have bits
   HWY_ALIGN int32_t tree_word_[2][kPanelRows] = {};  // those of keys tree to tree + 31, and after
   const float* bias_ = nullptr;
-  int64_t tile_ = 0, width_ = 0;
+  int64_t tile_ = 0, step_ = 0;
   static constexpr float kHidden = -std::numeric_limits<float>::infinity();
 };
 
@@ -107,7 +108,8 @@ struct Visible {
     const auto from = hn::Load(i, begin + v * kLanes), to = hn::Load(i, end + v * kLanes);
     auto inside = hn::RebindMask(f, hn::AndNot(hn::Lt(key, from), hn::Lt(key, to)));
     if (rows.hides()) {
-      const V32 bias = hn::Load(f, rows.bias_ + jj * rows.width_ + v * kLanes);
+      const V32 bias = rows.step_ == 0 ? hn::Set(f, rows.bias_[jj])
+                                       : hn::Load(f, rows.bias_ + jj * rows.step_ + v * kLanes);
       inside = hn::AndNot(hn::Eq(bias, hn::Set(f, PanelMask::kHidden)), inside);
     }
     if (jj < tree) return inside;

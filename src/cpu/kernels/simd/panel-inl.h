@@ -54,9 +54,16 @@ struct Panel {
   int64_t dropout_key;
   int64_t bias_row[kPanelRows];   ///< where the bias of the row's keys begins
   int64_t dbias_row[kPanelRows];  ///< and where its gradient does
-  const float* bias = nullptr;    ///< [n][width] of the tile at hand; null: 0
+  bool shares_bias = true;        ///< all rows have the same bias
+  /// Of the tile at hand: [n][bias_step], or where a step is 0 [n] for all rows. Null: it lies in
+  /// the tensor at bias_rows, or where that is null, it is 0.
+  const float* bias = nullptr;
+  int64_t bias_step = 0;
+  const void* bias_rows = nullptr;
 
   int64_t width() const { return vectors * kLanes; }
+  /// Rows of the bias that differ.
+  int64_t bias_count() const { return shares_bias ? 1 : count; }
 };
 
 /// A walk over the rows of a task from `row` on, without the divisions of query() and head().
@@ -90,6 +97,7 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
   panel->count = row_end - row_begin;
   panel->vectors = (panel->count + kLanes - 1) / kLanes;
   panel->dropout_key = p.origin.key;
+  panel->shares_bias = true;
   panel->mask = PanelMask(p, task.s, tree_words(p, task.given.tree_mask, task.b, task.s));
   RowWalk row(task, row_begin);
   for (int64_t lane = 0; lane < kPanelRows; ++lane) {
@@ -99,6 +107,7 @@ inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Pan
     panel->diagonal[lane] = diagonal_of(p.mask, task.s, i);
     panel->slope[lane] = task.slope(row.head) * kLog2e;
     panel->bias_row[lane] = bias_offset(p.bias, task.b, row.head, i);
+    panel->shares_bias &= panel->bias_row[lane] == panel->bias_row[0];
     panel->dbias_row[lane] = bias_offset(task.given.dbias.at, task.b, row.head, i);
     panel->query[lane] = static_cast<uint32_t>(p.origin.query + i);
     panel->head_lo[lane] = static_cast<uint32_t>(index);

@@ -22,9 +22,11 @@ inline float query_factor(const Problem& p) {
   return static_cast<float>(p.softcap > 0 ? p.scale : p.scale * 1.4426950408889634);
 }
 
-/// Whether the factor is all that scores differ from products by.
+/// Whether the factor is all that scores differ from products by, when a dense bias has been added
+/// to these over the scale. With a small one it might be no number then.
 inline bool only_scales(const Problem& p) {
-  return p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && !p.has(Arg::kBias);
+  constexpr double kLeast = 0x1p-12;
+  return p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && (!p.has(Arg::kBias) || p.scale >= kLeast);
 }
 
 /// Whether the derivative of a score by its scaled product is not 1 everywhere.
@@ -78,7 +80,7 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& 
                            float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope) {
   if (p.softcap > 0) softcap_scores(p, panel.vectors, tile, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(panel, tile, S, ld);
-  if (panel.bias != nullptr) add_bias(panel, tile, S, ld);
+  add_bias(p, panel, tile, kLog2e, S, ld);
   hide_scores(panel.mask, panel.vectors, tile, S, ld);
 }
 
@@ -87,9 +89,10 @@ HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& 
 HWY_INLINE bool begin_tile(const Task& task, TaskExpressions& expressions, int64_t number,
                            int64_t columns, const KeyTile& tile, float* bias, Panel* panel) {
   if (task.problem.has(Arg::kBias)) {
-    if (!load_bias(task, tile, bias, panel)) return false;
+    if (!load_bias(task, tile, expressions.given(), bias, panel)) return false;
   } else if (expressions.given()) {
     panel->bias = nullptr;
+    panel->bias_step = panel->width();
     panel->mask.hide(nullptr, tile.j, panel->width());
   }
   return !expressions.masks() || expressions.mask(tile, number, columns, bias, panel);
@@ -105,7 +108,7 @@ HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpress
   if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
   expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, panel);
-  if (panel->bias != nullptr) add_bias(*panel, tile, S, ld);
+  add_bias(p, *panel, tile, kLog2e, S, ld);
   hide_scores(panel->mask, panel->vectors, tile, S, ld);
 }
 
