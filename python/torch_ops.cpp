@@ -11,6 +11,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -136,8 +137,10 @@ struct Torch {
   void check(int32_t failed) const {
     if (failed == 0) return;
     const char* words = what == nullptr ? nullptr : what();
-    throw Error(Status::kInternal,
-                fmt::format("PyTorch failed: {}", words == nullptr ? "no reason given" : words));
+    fail(words == nullptr ? "no reason given" : words);
+  }
+  [[noreturn]] static void fail(std::string_view why) {
+    throw Error(Status::kInternal, fmt::format("PyTorch failed: {}", why));
   }
 };
 
@@ -288,8 +291,9 @@ Handle allocate(const Tensor& t) {
       return reinterpret_cast<Handle>(
           new TensorBase(torch->empty_on_cuda({t.shape.data(), rank}, {t.strides.data(), rank},
                                               static_cast<int8_t>(code->first), device)));
-    } catch (const std::exception&) {
-      // The shim's function says why, in fewer words.
+    } catch (const std::exception& error) {
+      const std::string_view words = error.what();  // and after the first line a stack
+      Torch::fail(words.substr(0, words.find('\n')));
     }
   }
   Handle handle = nullptr;
