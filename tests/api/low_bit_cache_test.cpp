@@ -205,9 +205,41 @@ TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
   }
 }
 
+// Rows of blocks begin at multiples of 16, 8 or 4 bytes, or in the middle of a word.
+TEST_P(LowBitCaches, RowsOfBlocksMayBeginAnywhere) {
+  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
+  const int count = draws == nullptr ? 12 : std::atoi(draws);
+  for (int draw = 0; draw < count; ++draw) {
+    const DType k = one_of({DType::kQ8_0, DType::kQ4_0}), v = one_of({DType::kQ8_0, DType::kQ4_0});
+    Case c;
+    c.batch = 2;
+    c.sq = one_of<int64_t>({1, 5});
+    c.sk = one_of<int64_t>({40, 150});
+    c.hk = one_of<int64_t>({1, 2, 3});
+    c.hq = c.hk * one_of<int64_t>({1, 4, 8});
+    c.d = one_of<int64_t>({32, 64, 96, 96, 128, 160, 256});
+    c.dv = one_of<int64_t>({32, 64, 96, 96, 128, 224, 256});
+    c.mask = causal();
+    c.seqused = true;
+    const int64_t page = one_of<int64_t>({0, 5, 16});
+    SCOPED_TRACE(testing::Message() << "seed " << test_seed() << " draw " << draw << " " << c.name()
+                                    << " page " << page << " " << name_of(k) << " " << name_of(v));
+    CachedCall call(c, DType::kF16, random_());
+    call.set_k({.format = k});
+    call.set_v({.format = v});
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (page > 0) call.page(page);
+    if (!computes([&] { call.run(engine()); })) continue;
+    ASSERT_TRUE(call.is_right(e));
+    ASSERT_TRUE(call.w.check_memory());
+  }
+}
+
 // Codes that are no numbers, and scales that are none, spoil the rows that see them and no others.
 TEST_P(LowBitCaches, WhatIsNoNumberStaysAtItsKeys) {
-  for (const DType format : {DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4}) {
+  for (const DType format :
+       {DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4, DType::kQ8_0, DType::kQ4_0}) {
     for (const double scale : {1.0, 0.0, 1e-42, -2.0, 1e30, double{kInf}, double{kNan}}) {
       const bool code = scale == 1;  // a code instead
       if (code && format >= DType::kInt8) continue;
@@ -219,7 +251,8 @@ TEST_P(LowBitCaches, WhatIsNoNumberStaysAtItsKeys) {
       c.mask = causal();
       CachedCall call(c, DType::kF16, 1);
       call.set_k({.format = DType::kInt8, .kind = ScaleKind::kHeads});
-      call.set_v({.format = format, .kind = ScaleKind::kRows});
+      const bool inside = scaled_inside(format);
+      call.set_v({.format = format, .kind = inside ? ScaleKind::kNone : ScaleKind::kRows});
       // Of the last key but one, which the last two queries alone see.
       const int64_t key = c.sk - 2;
       std::vector<double> v = read(call.w.forward.v);
@@ -227,11 +260,16 @@ TEST_P(LowBitCaches, WhatIsNoNumberStaysAtItsKeys) {
         static_cast<uint8_t*>(call.call.v.data)[key * c.dv + 3] = 0x7f;
         v[static_cast<size_t>(key * c.dv + 3)] = kNan;
       } else {
-        const double before = load(call.call.v_descale.data, DType::kF32, key);
-        store(call.call.v_descale.data, DType::kF32, key, scale);
-        for (int64_t i = 0; i < c.dv; ++i) {
+        // Of its second block, in halves of words, where scales are in blocks.
+        const int64_t row = inside ? bytes_of(format, c.dv) / 2 : 1;
+        const int64_t at = key * row + (inside ? row / (c.dv / 32) : 0);
+        void* const scales = inside ? call.call.v.data : call.call.v_descale.data;
+        const DType type = inside ? DType::kF16 : DType::kF32;
+        const double before = load(scales, type, at);
+        store(scales, type, at, scale);
+        for (int64_t i = inside ? 32 : 0; i < (inside ? 64 : c.dv); ++i) {
           double& x = v[static_cast<size_t>(key * c.dv + i)];
-          x = x / before * load(call.call.v_descale.data, DType::kF32, key);
+          x = x / before * load(scales, type, at);
         }
       }
       write(call.w.forward.v, v);

@@ -53,8 +53,8 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
   if (plan.has_codes()) {
-    // Four matrices of eight keys come at once; more keys where these are few bytes, and no lane
-    // has rows of blocks in registers.
+    // Four matrices of eight keys come at once; more keys where these are few bytes. Pieces of rows
+    // of blocks take long to come, so that more buffers of them gain more.
     const auto has_blocks = [](DType dtype) { return kernels::is_block(element_of(dtype)); };
     const bool blocks = has_blocks(plan.stored.k) || has_blocks(plan.stored.v);
     return code_bits(plan) <= kManyKeysBits && !blocks ? 64 : 32;

@@ -54,7 +54,7 @@ std::string keys_rejected(const Problem& p) {
 
 /// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
 std::string not_whole(const Layout& strides, DType dtype) {
-  if (has_blocks(dtype)) return {};  // such rows begin anywhere
+  if (has_blocks(dtype) && strides.aligned) return {};  // such rows begin anywhere
   for (const auto& [name, stride] :
        {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
         std::pair{"heads", strides.head}}) {
@@ -64,6 +64,17 @@ std::string not_whole(const Layout& strides, DType dtype) {
     }
   }
   return strides.aligned ? "" : "has data at no multiple of 16 bytes";
+}
+
+/// Bytes of rows of `dim` columns that are copied at once, as DecodeKey has them. `copied`: they
+/// are copied to multiples of 16 bytes first.
+int piece_of(DType dtype, int dim, const Layout& strides, bool copied) {
+  if (!has_blocks(dtype)) return 0;
+  int64_t bytes = bytes_of(dtype, dim) | kLaneBytes;
+  if (!copied)
+    for (const int64_t stride : {strides.batch, strides.row, strides.head})
+      bytes |= bytes_of(dtype, stride);
+  return static_cast<int>(bytes & -bytes);
 }
 
 /// For how many splits there is room in the workspace.
@@ -124,7 +135,9 @@ int64_t rows_of_kv_head(const Problem& p) {
 }
 
 kernels::DecodeTile decode_tile(const DecodeKey& key) {
-  const auto words = [](int scales, DType type, bool zero_point, DType zero_point_type) {
+  const auto words = [](DType codes, int scales, DType type, bool zero_point,
+                        DType zero_point_type) {
+    if (has_blocks(codes)) return 0;
     return kernels::scale_words(scales, element_of(type)) +
            (zero_point ? kernels::scale_words(scales, element_of(zero_point_type)) : 0);
   };
@@ -132,9 +145,10 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
   return {
       operands_of(key),
       {element_of(stored.q), element_of(stored.k), element_of(stored.v), element_of(stored.out)},
-      words(key.k_scales, key.k_scale_type, key.k_zero_point, key.k_zero_point_type) +
-          words(key.v_scales, key.v_scale_type, key.v_zero_point, key.v_zero_point_type) +
-          has_blocks(stored.k) + has_blocks(stored.v),
+      words(stored.k, key.k_scales, key.k_scale_type, key.k_zero_point, key.k_zero_point_type) +
+          words(stored.v, key.v_scales, key.v_scale_type, key.v_zero_point, key.v_zero_point_type),
+      key.k_piece,
+      key.v_piece,
       key.head_dim,
       key.value_dim,
       key.warps_per_group,
@@ -197,6 +211,8 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   plan.o_whole = whole(p.dv, p.out, p.dtypes.out);
   plan.copies_k = not_whole(p.k, p.dtypes.k);
   plan.copies_v = not_whole(p.v, p.dtypes.v);
+  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty());
+  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty());
   return plan;
 }
 

@@ -31,6 +31,9 @@ struct DecodeKey : AnyForwardKey {
   /// Of those scales and zero points; f32 of what comes once a work tile.
   DType k_scale_type = DType::kF32, v_scale_type = DType::kF32;
   DType k_zero_point_type = DType::kF32, v_zero_point_type = DType::kF32;
+  /// Bytes of rows of blocks that are copied at once; 2: words, where rows may begin in the middle
+  /// of one; 0: there are no blocks.
+  int k_piece = 0, v_piece = 0;
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
@@ -65,6 +68,8 @@ struct DecodeKey : AnyForwardKey {
     f("kVScaleType", v_scale_type);
     f("kKZeroPointType", k_zero_point_type);
     f("kVZeroPointType", v_zero_point_type);
+    f("kKPiece", k_piece);
+    f("kVPiece", v_piece);
     f("kWarpsPerGroup", warps_per_group);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);

@@ -36,18 +36,20 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     for (int key_tile = tile.begin + warp_group; key_tile < tile.end; key_tile += kWarpGroups) {
       float S[kRowTiles][kScores], P[kRowTiles][kScores];
       HiddenScores<Transposed> hidden[kRowTiles];
-      const u32 k = ring.keys(sync);
+      const u32 k = ring.keys(sync), v = ring.values();
+      const u32 k_scales = scales_in_rows(kOfK) ? k : ring.scales();
+      const u32 v_scales = scales_in_rows(kOfV) ? v : ring.scales();
       const bool masked = of_thread.cuts(key_tile);
       if (has_rows) {
-        products.multiply(S, k, ring.scales());
+        products.multiply(S, k, k_scales);
 #pragma unroll
         for (int i = 0; i < kRowTiles; ++i)
           hidden[i] = adjust_scores<Transposed>(p, S[i], of_thread.of[i], key_tile, masked);
-        softmax_step(P, S, O, rows, c, ring.scales());
+        softmax_step(P, S, O, rows, c, v_scales);
       }
       if (kHidesKeys && masked)
-        add_hidden_non_finite(p, O, of_thread, hidden, key_tile, {ring.values(), ring.scales()}, saved, sync);
-      if (has_rows) multiply_values(O, P, ring.values(), ring.scales());
+        add_hidden_non_finite(p, O, of_thread, hidden, key_tile, {v, v_scales}, saved, sync);
+      if (has_rows) multiply_values(O, P, v, v_scales);
       ring.advance();
     }
     work_tiles = saved.load();

@@ -7,10 +7,62 @@
 #include "decode/output.cuh"
 #include "decode/scores.cuh"
 
+// Rows of K or V in 16 bytes each.
+template <int tensor>
+struct CodeChunks {
+  static constexpr Element kType = tensor == kOfK ? StoredK::kType : StoredV::kType;
+  using CodesOf = Codes<kType>;
+  enum : int {
+    kColumns = tensor == kOfK ? kHeadDim : kValueDim,
+    kBlocks = is_block(kType),
+    kRowBytes = tensor == kOfK ? kKRowBytes : kVRowBytes,  // of panels
+    kOfPanel = kRowBytes / 16,
+    kChunks = kBlocks ? chunks_of_blocks(kType, kColumns) : kColumns / (8 * CodesOf::kOfHalf),
+  };
+  // Where a chunk of a key of the tile at `rows` lies.
+  static __device__ __forceinline__ u32 place(u32 rows, u32 key, int chunk) {
+    if constexpr (kBlocks) return rows + key * BlockRows<tensor>::kStride + 16 * chunk;
+    return rows + chunk / kOfPanel * (kBlockKeys * kRowBytes) + chunk_place<kRowBytes>(key, chunk % kOfPanel);
+  }
+};
+
+// What products take of K or V at once, a step: chunks whose numbers are whole products of 16 columns of K, or rows.
+template <int tensor>
+struct Steps {
+  using Chunks = CodeChunks<tensor>;
+  enum : int {
+    kOfHalf = Chunks::CodesOf::kOfHalf,
+    kChunks = kOfHalf == 1 ? 2 : 1,
+    kNumbers = kChunks * kOfHalf,  // of a lane's words
+    kCount = Chunks::kChunks / kChunks,
+    kGroups = max_of(scale_count(tensor), 1),
+    kOfGroup = Chunks::kColumns / kGroups,
+    kMixed = Chunks::kBlocks && kGroups > 1 ? 2 : 1,  // groups of columns that a step may have
+  };
+  static_assert(Chunks::kChunks % kChunks == 0);
+
+  // The groups of a step, and how many products come before that of a step and a group.
+  static __device__ constexpr int first(int step) {
+    return Chunks::kBlocks ? first_block(Chunks::kType, step) : step * 8 * kNumbers / kOfGroup;
+  }
+  static __device__ constexpr int last(int step) {
+    return Chunks::kBlocks ? last_block(Chunks::kType, Chunks::kColumns, step) : first(step);
+  }
+  static __device__ constexpr int product(int step, int group) {
+    return Chunks::kBlocks ? products_before_chunk(Chunks::kType, Chunks::kColumns, step) + group - first(step) : step;
+  }
+  static __device__ constexpr bool begins(int step, int group) {
+    return group <= last(step) && (step == 0 || last(step - 1) < group);
+  }
+  static __device__ constexpr bool ends(int step, int group) {
+    return group <= last(step) && (step + 1 == kCount || first(step + 1) > group);
+  }
+};
+
 enum : int {
   kRowTiles = kTileRows <= 8 ? 1 : 2,  // of eight rows of Q, that a warp has
   kScores = kBlockKeys / 4,            // that a thread has of eight rows, and elements of O
-  kOutputs = kValueDim / 4,
+  kOutputs = CodeChunks<kOfV>::kChunks * CodesOfV::kOfHalf * 2,
 };
 
 static_assert(kBlockKeys % 32 == 0 && kWarpGroups > 1);
@@ -42,12 +94,16 @@ __device__ __forceinline__ float descale_of(const CodeScales& t, const WorkTile&
                         : half_to_float(*reinterpret_cast<const unsigned short*>(at));
 }
 
-// By how much a key's scales may move the maximum of a row: products of P and scales are f16.
+// By how much a key's scales may move the maximum of a row: products of P and scales are f16. One that is no number
+// leaves other columns what they are.
 __device__ __forceinline__ float weight_of_key(u32 scales, int key) {
   const ScalesOfKey<kOfV> v(scales, key);
   float largest = 0;
 #pragma unroll
-  for (int group = 0; group < kVScales; ++group) largest = fmaxf(largest, fabsf(v[group]));
+  for (int group = 0; group < kVScales; ++group) {
+    const float scale = fabsf(v[group]);
+    largest = fmaxf(largest, kVScales == 1 || scale < infinity() ? scale : 0);
+  }
   return fminf(fmaxf(largest, 0x1p-90f), 0x1p104f);
 }
 
@@ -149,16 +205,6 @@ __device__ __forceinline__ void subtract(u32* x, float zero_point0, float zero_p
   for (int i = 0; i < count; ++i) x[i] = Half::add(x[i], less);
 }
 
-// Chunks of 16 bytes whose numbers are whole steps of products, and how many numbers of a lane's words these are.
-template <class CodesOf>
-struct Steps {
-  enum : int {
-    kChunks = CodesOf::kOfHalf == 1 ? 2 : 1,
-    kNumbers = kChunks * CodesOf::kOfHalf,
-    kColumns = 8 * kNumbers,
-  };
-};
-
 // Q of the warp's rows in steps of 16 columns, as B of products: words of each eight rows.
 class QueryFragments {
  public:
@@ -217,72 +263,84 @@ class KeyProducts {
   // Of the codes at `k`.
   __device__ __forceinline__ void multiply(float (&S)[kRowTiles][kScores], u32 k, u32 scales) {
     const u32 lane = threadIdx.x % 32;
-    float of_group[kGroups > 1 ? kRowTiles : 1][kGroups > 1 ? kScores : 1];
+    float of_group[Step::kMixed][kGroups > 1 ? kRowTiles : 1][kGroups > 1 ? kScores : 1];
     ScalesOfKey<kOfK> of_key[kKScales > 0 ? kBlockKeys / 8 : 1];
     ScalesOfKey<kZeroOfK> zero_points[kKZeroPoint ? kBlockKeys / 8 : 1];
+    const auto sums = [&](int group, int i) -> float* {
+      if constexpr (kGroups > 1) return of_group[group % Step::kMixed][i];
+      return S[i];
+    };
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
       if (kKScales > 0) of_key[eight] = {scales, 8 * eight + int(thread_row())};
       if (kKZeroPoint) zero_points[eight] = {scales, 8 * eight + int(thread_row())};
     }
 #pragma unroll
-    for (int group = 0; group < kGroups; ++group) {
-      const auto sums = [&](int i) { return kGroups > 1 && group > 0 ? of_group[i] : S[i]; };
+    for (int step = 0; step < Step::kCount; ++step) {
+      const int first = Step::first(step), groups = Step::last(step) - first + 1;
+      u32 b[Step::kMixed][Step::kNumbers / 2][kRowTiles][2];
 #pragma unroll
-      for (int i = 0; i < kRowTiles * kScores; ++i) sums(i / kScores)[i % kScores] = 0;
+      for (int of_step = 0; of_step < Step::kMixed; ++of_step) {
+        const int group = first + of_step;
+        if (of_step >= groups) continue;
 #pragma unroll
-      for (int column = group * kOfGroup; column < (group + 1) * kOfGroup; column += Step::kColumns) {
-        u32 b[Step::kNumbers / 2][kRowTiles][2];
+        for (int i = 0; i < kRowTiles * kScores; ++i)
+          if (Step::begins(step, group)) sums(group, i / kScores)[i % kScores] = 0;
 #pragma unroll
-        for (int step = 0; step < Step::kNumbers / 2; ++step) {
-          queries_.load(column / 16 + step);
+        for (int j = 0; j < Step::kNumbers / 2; ++j) {
+          const int of_query = Step::product(step, group) * (Step::kNumbers / 2) + j;
+          queries_.load(of_query);
 #pragma unroll
-          for (int i = 0; i < 2 * kRowTiles; ++i)
-            b[step][i / 2][i % 2] = queries_.rows(column / 16 + step, i / 2)[i % 2];
-        }
-#pragma unroll
-        for (int keys = 0; keys < kBlockKeys; keys += 32) {
-          u32 x[4][Step::kNumbers];
-#pragma unroll
-          for (int i = 0; i < Step::kChunks; ++i) {
-            const int chunk = column / (8 * CodesOfK::kOfHalf) + i;
-            u32 words[4];
-            load_shared_matrices(k + chunk / kOfPanel * (kBlockKeys * kKRowBytes) +
-                                     chunk_place<kKRowBytes>(keys + lane, chunk % kOfPanel),
-                                 words);
-#pragma unroll
-            for (int eight = 0; eight < 4; ++eight) {
-              u32 numbers[CodesOfK::kOfHalf];
-              CodesOfK::numbers(words[eight], numbers);
-#pragma unroll
-              for (int j = 0; j < CodesOfK::kOfHalf; ++j) x[eight][i * CodesOfK::kOfHalf + j] = numbers[j];
-            }
-          }
-#pragma unroll
-          for (int eight = 0; kKZeroPoint && !kSums && eight < 4; ++eight) {
-            const float zero_point = zero_points[keys / 8 + eight][group];
-            subtract<Step::kNumbers>(x[eight], zero_point, zero_point);
-          }
-#pragma unroll
-          for (int step = 0; step < Step::kNumbers; step += 2)
-#pragma unroll
-            for (int pair = 0; pair < 4; pair += 2) {
-              const u32 a[4] = {x[pair][step], x[pair + 1][step], x[pair][step + 1], x[pair + 1][step + 1]};
-#pragma unroll
-              for (int i = 0; i < kRowTiles; ++i)
-                multiply_16_8_16<CodesOfK::Number::kType>(sums(i) + (keys / 8 + pair) * 2, a, b[step / 2][i][0],
-                                                          b[step / 2][i][1]);
-            }
+          for (int i = 0; i < 2 * kRowTiles; ++i) b[of_step][j][i / 2][i % 2] = queries_.rows(of_query, i / 2)[i % 2];
         }
       }
-      if constexpr (kKScales > 0) {
+#pragma unroll
+      for (int keys = 0; keys < kBlockKeys; keys += 32) {
+        u32 x[4][Step::kNumbers];
+#pragma unroll
+        for (int i = 0; i < Step::kChunks; ++i) {
+          u32 words[4];
+          load_shared_matrices(Step::Chunks::place(k, keys + lane, step * Step::kChunks + i), words);
+#pragma unroll
+          for (int eight = 0; eight < 4; ++eight) {
+            u32 numbers[CodesOfK::kOfHalf];
+            CodesOfK::numbers(words[eight], numbers);
+#pragma unroll
+            for (int j = 0; j < CodesOfK::kOfHalf; ++j) x[eight][i * CodesOfK::kOfHalf + j] = numbers[j];
+          }
+        }
+#pragma unroll
+        for (int eight = 0; kKZeroPoint && !kSums && eight < 4; ++eight) {
+          const float zero_point = zero_points[keys / 8 + eight][first];
+          subtract<Step::kNumbers>(x[eight], zero_point, zero_point);
+        }
+#pragma unroll
+        for (int number = 0; number < Step::kNumbers; number += 2)
+#pragma unroll
+          for (int pair = 0; pair < 4; pair += 2) {
+            const u32 a[4] = {x[pair][number], x[pair + 1][number], x[pair][number + 1], x[pair + 1][number + 1]};
+#pragma unroll
+            for (int of_step = 0; of_step < Step::kMixed; ++of_step)
+#pragma unroll
+              for (int i = 0; i < kRowTiles; ++i) {
+                if (of_step >= groups) continue;
+                const u32* const of_rows = b[of_step][number / 2][i];
+                multiply_16_8_16<CodesOfK::Number::kType>(sums(first + of_step, i) + (keys / 8 + pair) * 2, a,
+                                                          of_rows[0], of_rows[1]);
+              }
+          }
+      }
+#pragma unroll
+      for (int of_step = 0; of_step < Step::kMixed; ++of_step) {
+        const int group = first + of_step;
+        if (kKScales == 0 || of_step >= groups || !Step::ends(step, group)) continue;
 #pragma unroll
         for (int eight = 0; eight < kBlockKeys / 8; ++eight) {
           const float scale = of_key[eight][group];
 #pragma unroll
           for (int i = 0; i < 2 * kRowTiles; ++i) {
             float& s = S[i / 2][2 * eight + i % 2];
-            float t = sums(i / 2)[2 * eight + i % 2];
+            float t = sums(group, i / 2)[2 * eight + i % 2];
             if (kSums) t = __fmaf_rn(zero_points[eight][group], sum_[group][i / 2][i % 2], t);
             s = group == 0 ? t * scale : __fmaf_rn(t, scale, s);
           }
@@ -296,11 +354,10 @@ class KeyProducts {
   }
 
  private:
-  using Step = Steps<CodesOfK>;
+  using Step = Steps<kOfK>;
   enum : int {
-    kGroups = max_of(kKScales, 1),
-    kOfGroup = kHeadDim / kGroups,
-    kOfPanel = kKRowBytes / 16,
+    kGroups = Step::kGroups,
+    kOfGroup = Step::kOfGroup,
     // Zero points are multiplied with sums of Q, for which there are no registers where these are full of O.
     kSums = kKZeroPoint && kRowTiles * kValueDim <= 256,
   };
@@ -328,66 +385,92 @@ __device__ __forceinline__ void weigh(u32 (&weighed)[kRowTiles][kScores / 2], co
 // O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says.
 __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], const float (&P)[kRowTiles][kScores],
                                                 u32 v, u32 scales) {
-  using Step = Steps<CodesOfV>;
-  constexpr int kGroups = max_of(kVScales, 1), kOfPanel = kVRowBytes / 16, kOfGroup = kValueDim / kGroups;
+  using Step = Steps<kOfV>;
   const u32 lane = threadIdx.x % 32;
   ScalesOfKey<kOfV> of_key[kVScales > 0 ? kBlockKeys / 8 : 1];
+  u32 weighed[Step::kMixed][kRowTiles][kScores / 2];
 #pragma unroll
   for (int eight = 0; kVScales > 0 && eight < kBlockKeys / 8; ++eight)
     of_key[eight] = {scales, 8 * eight + int(thread_row())};
 #pragma unroll
-  for (int group = 0; group < kGroups; ++group) {
-    u32 weighed[kRowTiles][kScores / 2];
-    weigh(weighed, P, group, of_key);
+  for (int step = 0; step < Step::kCount; ++step) {
+    const int first = Step::first(step), last = Step::last(step);
+    if (Step::begins(step, first)) weigh(weighed[first % Step::kMixed], P, first, of_key);
+    if (first != last) weigh(weighed[last % Step::kMixed], P, last, of_key);
+    // Of columns of two groups, which of two results they have is known in the end: 0 times infinity is NaN.
+    float of_first[Step::kMixed > 1 ? kRowTiles : 1][2 * Step::kNumbers];
 #pragma unroll
-    for (int column = group * kOfGroup; column < (group + 1) * kOfGroup; column += Step::kColumns)
+    for (int i = 0; i < (Step::kMixed - 1) * kRowTiles * 2 * Step::kNumbers; ++i)
+      of_first[i / (2 * Step::kNumbers)][i % (2 * Step::kNumbers)] =
+          O[i / (2 * Step::kNumbers)][2 * Step::kNumbers * step + i % (2 * Step::kNumbers)];
 #pragma unroll
-      for (int keys = 0; keys < kBlockKeys; keys += 32) {
-        u32 x[4][Step::kNumbers];
+    for (int keys = 0; keys < kBlockKeys; keys += 32) {
+      u32 x[4][Step::kNumbers];
 #pragma unroll
-        for (int i = 0; i < Step::kChunks; ++i) {
-          const int chunk = column / (8 * CodesOfV::kOfHalf) + i;
-          u32 words[4];
-          load_shared_matrices_transposed(v + chunk / kOfPanel * (kBlockKeys * kVRowBytes) +
-                                              chunk_place<kVRowBytes>(keys + lane, chunk % kOfPanel),
-                                          words);
+      for (int i = 0; i < Step::kChunks; ++i) {
+        u32 words[4];
+        load_shared_matrices_transposed(Step::Chunks::place(v, keys + lane, step * Step::kChunks + i), words);
 #pragma unroll
-          for (int eight = 0; eight < 4; ++eight) {
-            u32 numbers[CodesOfV::kOfHalf];
-            CodesOfV::numbers(words[eight], numbers);
+        for (int eight = 0; eight < 4; ++eight) {
+          u32 numbers[CodesOfV::kOfHalf];
+          CodesOfV::numbers(words[eight], numbers);
 #pragma unroll
-            for (int j = 0; j < CodesOfV::kOfHalf; ++j) x[eight][i * CodesOfV::kOfHalf + j] = numbers[j];
-          }
+          for (int j = 0; j < CodesOfV::kOfHalf; ++j) x[eight][i * CodesOfV::kOfHalf + j] = numbers[j];
         }
-        if constexpr (kVZeroPoint) {
-#pragma unroll
-          for (int eight = 0; eight < 4; ++eight) {
-            const int key = keys + 8 * eight + int(thread_column());
-            subtract<Step::kNumbers>(x[eight], load_scale<kZeroOfV>(scales, key, group),
-                                     load_scale<kZeroOfV>(scales, key + 1, group));
-          }
-        }
-#pragma unroll
-        for (int pair = 0; pair < 4; pair += 2)
-#pragma unroll
-          for (int step = 0; step < Step::kNumbers; step += 2) {
-            const u32 a[4] = {x[pair][step], x[pair][step + 1], x[pair + 1][step], x[pair + 1][step + 1]};
-#pragma unroll
-            for (int i = 0; i < kRowTiles; ++i)
-              multiply_16_8_16<ElementV::kType>(O[i] + (column / 8 + step) * 2, a, weighed[i][keys / 8 + pair],
-                                                weighed[i][keys / 8 + pair + 1]);
-          }
       }
+      if constexpr (kVZeroPoint) {
+#pragma unroll
+        for (int eight = 0; eight < 4; ++eight) {
+          const int key = keys + 8 * eight + int(thread_column());
+          subtract<Step::kNumbers>(x[eight], load_scale<kZeroOfV>(scales, key, first),
+                                   load_scale<kZeroOfV>(scales, key + 1, first));
+        }
+      }
+#pragma unroll
+      for (int pair = 0; pair < 4; pair += 2)
+#pragma unroll
+        for (int number = 0; number < Step::kNumbers; number += 2) {
+          const u32 a[4] = {x[pair][number], x[pair][number + 1], x[pair + 1][number], x[pair + 1][number + 1]};
+#pragma unroll
+          for (int i = 0; i < kRowTiles; ++i) {
+            const u32* const of_last = weighed[last % Step::kMixed][i] + keys / 8 + pair;
+            multiply_16_8_16<ElementV::kType>(O[i] + 2 * (Step::kNumbers * step + number), a, of_last[0], of_last[1]);
+            if (first == last) continue;
+            const u32* const others = weighed[first % Step::kMixed][i] + keys / 8 + pair;
+            multiply_16_8_16<ElementV::kType>(of_first[i] + 2 * number, a, others[0], others[1]);
+          }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < (Step::kMixed - 1) * kRowTiles * 2 * Step::kNumbers; ++i) {
+      float& o = O[i / (2 * Step::kNumbers)][2 * Step::kNumbers * step + i % (2 * Step::kNumbers)];
+      if (first != last && int(thread_row()) < last) o = of_first[i / (2 * Step::kNumbers)][i % (2 * Step::kNumbers)];
+    }
   }
 }
 
 // ---- The end of a work tile ----
 
-// The column of V that a thread has as its `i`-th of O.
+// The column of V that a thread has as its `i`-th of O; -1: none, but the scale of a block, or what follows the last.
 __device__ __forceinline__ int output_column(int i) {
   constexpr int kOfHalf = CodesOfV::kOfHalf;
-  const int eight = i / 2;
-  return eight / kOfHalf * 8 * kOfHalf + CodesOfV::column_of(int(thread_row()), eight % kOfHalf);
+  const int chunk = i / 2 / kOfHalf, number = i / 2 % kOfHalf, row = int(thread_row());
+  if constexpr (is_block(StoredV::kType)) {
+    constexpr int kPairs = block_bytes(StoredV::kType) / 2;
+    const int first = first_block(StoredV::kType, chunk);
+    const int block = first + (8 * chunk + row >= kPairs * (first + 1));
+    const int pair = 8 * chunk + row - kPairs * block - 1;
+    return pair < 0 || block * kBlockColumns >= kValueDim ? -1
+                                                          : block * kBlockColumns + CodesOfV::column_of(pair, number);
+  }
+  return chunk * 8 * kOfHalf + CodesOfV::column_of(row, number);
+}
+// Whether that may be one of kExchangeColumns columns from `first` on.
+__device__ constexpr bool may_be_column(int i, int first) {
+  const int chunk = i / 2 / CodesOfV::kOfHalf;
+  if (!is_block(StoredV::kType)) return i >= first / 4 && i < first / 4 + kExchangeColumns / 4;
+  return first_block(StoredV::kType, chunk) * kBlockColumns < first + kExchangeColumns &&
+         (last_block(StoredV::kType, kValueDim, chunk) + 1) * kBlockColumns > first;
 }
 
 struct TransposedResult {
@@ -408,8 +491,12 @@ struct TransposedResult {
       if (row(i) >= kTileRows) continue;
       float* const to = columns + (first_row + row(i)) * kExchangeStride - first;
 #pragma unroll
-      for (int j = first / 4; j < first / 4 + kExchangeColumns / 4 && j < kOutputs; j += 2)
-        to[output_column(j)] = O[i / 2][j + i % 2];
+      for (int j = 0; j < kOutputs; j += 2) {
+        if (!may_be_column(j, first)) continue;
+        const int column = output_column(j);
+        if (!is_block(StoredV::kType) || (column >= first && column < first + kExchangeColumns))
+          to[column] = O[i / 2][j + i % 2];
+      }
     }
   }
 };
@@ -436,11 +523,16 @@ struct CodedValues {
   u32 v, scales;
 
   // The word of codes that a column of a key has.
-  static __device__ __forceinline__ u32 word_place(int key, int column) {
-    constexpr int kColumns = 8 * CodesOfV::kOfHalf, kOfPanel = kVRowBytes / 16;
-    const int chunk = column / kColumns;
-    return chunk / kOfPanel * (kBlockKeys * kVRowBytes) + chunk_place<kVRowBytes>(key, chunk % kOfPanel) +
-           CodesOfV::place(column % kColumns).word * 4;
+  __device__ __forceinline__ u32 word_place(int key, int column) const {
+    constexpr int kColumns = 8 * CodesOfV::kOfHalf;
+    return CodeChunks<kOfV>::place(v, key, column / kColumns) + CodesOfV::place(column % kColumns).word * 4;
+  }
+  // The codes that a column has, in the lower half of a word or the upper one.
+  __device__ __forceinline__ u32 codes(int key, int column) const {
+    if constexpr (!is_block(StoredV::kType)) return load_shared(word_place(key, column));
+    const CodesOfV::Place at = CodesOfV::place(column % kBlockColumns);
+    return load_shared_u16(scale_place<kOfV>(v, key, column / kBlockColumns) + 2 + 4 * at.word + 2 * at.half)
+           << 16 * at.half;
   }
   // The `i`-th of the scales and zero points of V.
   enum : int { kNumbers = kVScales * (1 + kVZeroPoint) };
@@ -452,8 +544,9 @@ struct CodedValues {
   __device__ __forceinline__ bool is_finite_key(int key, int lane) const {
     bool finite = true;
     for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(scale(i, key));
+    if constexpr (is_block(StoredV::kType)) return finite;
     for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf)
-      finite = finite && CodesOfV::is_finite(load_shared(v + word_place(key, column)));
+      finite = finite && CodesOfV::is_finite(load_shared(word_place(key, column)));
     return finite;
   }
 
@@ -461,7 +554,7 @@ struct CodedValues {
   __device__ __forceinline__ float addend(int key, int column) const {
     constexpr int kOfHalf = CodesOfV::kOfHalf;
     u32 x[kOfHalf];
-    CodesOfV::numbers(load_shared(v + word_place(key, column)), x);
+    CodesOfV::numbers(codes(key, column), x);
     const CodesOfV::Place at = CodesOfV::place(column % (8 * kOfHalf));
     u32 pair = 0;
 #pragma unroll
@@ -484,8 +577,9 @@ struct CodedValues {
       else
         clear_scale<kZeroOfV>(scales, key, i - kVScales);
     }
+    if constexpr (is_block(StoredV::kType)) return;
     for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf) {
-      const u32 at = v + word_place(key, column);
+      const u32 at = word_place(key, column);
       store_shared(at, int(CodesOfV::finite(load_shared(at))));
     }
   }
@@ -509,8 +603,10 @@ __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, flo
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const bool seen = sees(p, rows.of[i / 2], hidden[i / 2], i % 2, key_tile, key);
 #pragma unroll
-      for (int j = 0; j < kOutputs; j += 2)
-        if (seen) O[i / 2][j + i % 2] += values.addend(key, output_column(j));
+      for (int j = 0; j < kOutputs; j += 2) {
+        const int column = output_column(j);
+        if (seen && column >= 0) O[i / 2][j + i % 2] += values.addend(key, column);
+      }
     }
     sync();
     if (thread < 32) values.clear(key, lane);

@@ -69,9 +69,9 @@ class KeyValueRing {
     async_copy_wait<kAhead - 1>();
     if constexpr (kHalfScales) load_.take_lower_halves(upper_halves_ >> kHalfBits * (kAhead - 1), scales());
     sync();
-    if constexpr (is_block(StoredK::kType) || is_block(StoredV::kType)) {
-      load_.separate_keys(buffers_ + kLayout.k + stage_ * kLayout.k_bytes, scales(), sync);
-      load_.separate_values(values(), scales(), sync);
+    if constexpr (kKPiece == 2 || kVPiece == 2) {
+      load_.template align_rows<kOfK>(buffers_ + kLayout.k + stage_ * kLayout.k_bytes);
+      load_.template align_rows<kOfV>(values());
       sync();
     }
     start();
@@ -99,16 +99,16 @@ class KeyValueRing {
   __device__ __forceinline__ void start() {
     upper_halves_ <<= kHalfBits;
     if (load_.more()) {
-      const u32 scales = buffers_ + kLayout.scales + free_ * kLayout.scale_bytes;
-      if constexpr (kScalesOfKey > 0) upper_halves_ |= load_.copy_scales(scales);
+      if constexpr (kScalesOfKey > 0)
+        upper_halves_ |= load_.copy_scales(buffers_ + kLayout.scales + free_ * kLayout.scale_bytes);
       const u32 k = buffers_ + kLayout.k + free_ * kLayout.k_bytes;
       const u32 v = buffers_ + kLayout.v + free_ * kLayout.v_bytes;
       if (load_.whole()) {
-        load_.copy_keys<true>(k, scales);
-        load_.copy_values<true>(v, scales);
+        load_.copy_keys<true>(k);
+        load_.copy_values<true>(v);
       } else {
-        load_.copy_keys<false>(k, scales);
-        load_.copy_values<false>(v, scales);
+        load_.copy_keys<false>(k);
+        load_.copy_values<false>(v);
       }
       load_.next();
     }

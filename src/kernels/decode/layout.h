@@ -13,10 +13,41 @@ enum : int {
   kDynamicSequences = 256,  // the most that the dynamic scheduler ranks
 };
 
+// ---- Rows of K and V that are blocks of codes with their scale in front ----
+
+FULGUR_SHARED int block_bytes(Element type) { return 2 + kBlockColumns * bits_of(type) / 8; }
+// Bytes of a row in shared memory, where rows begin at multiples of 16 bytes and eight of them share no banks. It is
+// copied by pieces of 16, 8 or 4 bytes; by words, if it may begin in the middle of one, and the last word says so (2).
+FULGUR_SHARED int shared_row_of_blocks(Element type, int dim, int piece) {
+  return ((row_of_blocks(type, dim) + (piece == 2 ? 6 : 0) + 15) / 16 | 1) * 16;
+}
+
+// Products take 16 bytes of such a row at once, eight pairs of bytes, whatever these are. Blocks have 8 n + 1 pairs:
+// the b-th one, of eight at most, begins with the b-th pair of chunk n b, which products take for both of its blocks
+// where it has codes of both.
+FULGUR_SHARED int chunks_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 15) / 16; }
+FULGUR_SHARED int first_block(Element type, int chunk) { return 16 * chunk / block_bytes(type); }
+FULGUR_SHARED int last_block(Element type, int dim, int chunk) {
+  return min_of((16 * chunk + 12) / block_bytes(type), dim / kBlockColumns - 1);
+}
+// How many products come before those of a chunk: the seventh block has its scale alone in its first chunk.
+FULGUR_SHARED int products_before_chunk(Element type, int dim, int chunk) {
+  const int begun = max_of(chunk - 1, 0) / (block_bytes(type) / 16);
+  return chunk + min_of(begun, min_of(dim / kBlockColumns - 1, 6));
+}
+// The columns of Q for products with rows of K in memory, those that are there twice included.
+FULGUR_SHARED int query_columns(Element stored, int dim) {
+  if (!is_block(stored)) return dim;
+  return products_before_chunk(stored, dim, chunks_of_blocks(stored, dim)) * (128 / bits_of(stored));
+}
+
+// ---- Shared memory ----
+
 // What the map depends on: constants of kernel_config.h.
 struct DecodeTile {
   Operands types, stored;
   int scale_words;  // with the codes of a key that a tile has with it
+  int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
 };
 
@@ -28,9 +59,9 @@ FULGUR_SHARED int panel_row_bytes(Element stored, int dim) {
   const int bytes = dim * bits_of(stored) / 8;
   return !is_code(stored) || bytes > 64 ? int(kPanelRowBytes) : bytes > 32 ? 64 : 32;
 }
-// Rows of blocks come as memory has them, and leave their place to panels of codes, which are fewer bytes.
-FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys) {
-  if (is_block(stored)) return copied_row_of_blocks(stored, dim) * keys;
+// Rows of blocks stay as memory has them.
+FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece) {
+  if (is_block(stored)) return shared_row_of_blocks(stored, dim, piece) * keys;
   return panels_of(stored, dim) * panel_row_bytes(stored, dim) * keys;
 }
 
@@ -75,8 +106,8 @@ struct DecodeLayout {
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   const int rows = kWarpRows * tile.warps_per_group;
   DecodeLayout map = {};
-  map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys);
-  map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys);
+  map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece);
+  map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece);
   map.k = 0;
   map.v = tile.k_stages * map.k_bytes;
   map.scales = map.v + tile.v_stages * map.v_bytes;
@@ -89,7 +120,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.group_bytes = map.k_full + (is_warpgroup_path(tile) ? 1024 : 0);
   map.q = tile.warp_groups * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
-  map.q_full = map.q + panels_of(tile.types.q, tile.head_dim) * rows * kPanelRowBytes;
+  map.q_full = map.q + panels_of(tile.types.q, query_columns(tile.stored.k, tile.head_dim)) * rows * kPanelRowBytes;
   map.q_empty = map.q_full + 8;
   map.exchange = map.q_full + 16;
   map.stats = map.exchange + tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;

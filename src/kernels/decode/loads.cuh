@@ -15,17 +15,29 @@ enum : int {
   kRowsAtOnce = 32 / kRowLanes,
 };
 
-// Where numbers of a key lie, side by side.
+// K or V of a tile where they are blocks.
+template <int tensor>
+struct BlockRows {
+  static constexpr Element kType = tensor % 2 == 0 ? StoredK::kType : StoredV::kType;
+  enum : int {
+    kColumns = tensor % 2 == 0 ? kHeadDim : kValueDim,
+    kPiece = tensor % 2 == 0 ? kKPiece : kVPiece,
+    kBytes = row_of_blocks(kType, kColumns),
+    kStride = shared_row_of_blocks(kType, kColumns, kPiece),
+    // Of one that may begin in the middle of a word, all words that it may have.
+    kCopied = max_of(kPiece, 4),
+    kPieces = (kBytes + (kPiece == 2 ? 2 : 0) + kCopied - 1) / kCopied,
+  };
+};
+
+// Where numbers of a key lie, side by side; those of blocks with the codes of the tile, of which `scales` says where
+// they are.
 template <int tensor>
 __device__ __forceinline__ u32 scale_place(u32 scales, int key, int group) {
+  if constexpr (scales_in_rows(tensor))
+    return scales + key * BlockRows<tensor>::kStride + group * block_bytes(BlockRows<tensor>::kType);
   constexpr int kWords = scale_words(scale_count(tensor), scale_type(tensor));
   return scales + 4 * (scale_words_before(tensor) * kBlockKeys + key * kWords) + group * bytes_of(scale_type(tensor));
-}
-// And where the word of a row of blocks, of K or of V.
-template <int tensor>
-__device__ __forceinline__ u32 row_start_place(u32 scales, int key) {
-  const int before = scale_words_before(kScaleTensors) + (tensor == kOfV && scales_in_rows(kOfK));
-  return scales + 4 * (before * kBlockKeys + key);
 }
 template <int tensor>
 __device__ __forceinline__ float load_scale(u32 scales, int key, int group) {
@@ -41,11 +53,15 @@ class ScalesOfKey {
   ScalesOfKey() = default;
   __device__ __forceinline__ ScalesOfKey(u32 scales, int key) {
     const u32 at = scale_place<tensor>(scales, key, 0);
+    if constexpr (scales_in_rows(tensor)) words_[0] = at;
 #pragma unroll
-    for (int i = 0; i < kWords / kPiece; ++i) load_shared_words<kPiece>(at + 4 * kPiece * i, words_ + kPiece * i);
+    for (int i = 0; !scales_in_rows(tensor) && i < kWords / kPiece; ++i)
+      load_shared_words<kPiece>(at + 4 * kPiece * i, words_ + kPiece * i);
   }
   __device__ __forceinline__ float operator[](int group) const {
-    if constexpr (scale_type(tensor) == kF32)
+    if constexpr (scales_in_rows(tensor))
+      return load_scale<tensor>(words_[0], 0, group);
+    else if constexpr (scale_type(tensor) == kF32)
       return __uint_as_float(words_[group]);
     else
       return group % 2 == 0 ? Half::low(words_[group / 2]) : Half::high(words_[group / 2]);
@@ -53,10 +69,10 @@ class ScalesOfKey {
 
  private:
   enum : int {
-    kWords = max_of(scale_words(scale_count(tensor), scale_type(tensor)), 1),
+    kWords = scales_in_rows(tensor) ? 1 : max_of(scale_words(scale_count(tensor), scale_type(tensor)), 1),
     kPiece = kWords % 4 == 0 ? 4 : kWords % 2 == 0 ? 2 : 1,
   };
-  u32 words_[kWords];
+  u32 words_[kWords];  // of blocks where the first one lies
 };
 template <int tensor>
 __device__ __forceinline__ void clear_scale(u32 scales, int key, int group) {
@@ -100,31 +116,42 @@ class LaneLoader {
     return __all_sync(0xffffffff, whole);
   }
 
-  // Starts the loads of this lane's part of the tile. Of rows of blocks `scales` takes where they begin.
+  // Starts the loads of this lane's part of the tile.
   template <bool whole>
-  __device__ __forceinline__ void copy_keys(u32 to, u32 scales = 0) const {
+  __device__ __forceinline__ void copy_keys(u32 to) const {
     if constexpr (is_block(StoredK::kType))
-      copy_blocks<StoredK, kHeadDim, kOfK, whole>(p_.k, to, scales);
+      copy_blocks<kOfK, whole>(p_.k, to);
     else
       copy_rows<StoredK, kHeadDim, whole>(p_.k, p_.d, to);
   }
   template <bool whole>
-  __device__ __forceinline__ void copy_values(u32 to, u32 scales = 0) const {
+  __device__ __forceinline__ void copy_values(u32 to) const {
     if constexpr (is_block(StoredV::kType))
-      copy_blocks<StoredV, kValueDim, kOfV, whole>(p_.v, to, scales);
+      copy_blocks<kOfV, whole>(p_.v, to);
     else
       copy_rows<StoredV, kValueDim, whole>(p_.v, p_.dv, to);
   }
 
-  // Rows of blocks, as they were copied to `rows`, become panels of codes in their place, and scales. `sync` is a
-  // barrier of the warp group, which has to meet at another one before it reads them.
-  template <class Sync>
-  __device__ __forceinline__ void separate_keys(u32 rows, u32 scales, Sync sync) const {
-    if constexpr (is_block(StoredK::kType)) separate<StoredK, kHeadDim, kKRowBytes, kOfK>(rows, scales, sync);
-  }
-  template <class Sync>
-  __device__ __forceinline__ void separate_values(u32 rows, u32 scales, Sync sync) const {
-    if constexpr (is_block(StoredV::kType)) separate<StoredV, kValueDim, kVRowBytes, kOfV>(rows, scales, sync);
+  // Rows of blocks that began in the middle of a word go to where others begin, once all of the tile is there. The warp
+  // group has to meet at a barrier before it reads them.
+  template <int tensor>
+  __device__ __forceinline__ void align_rows(u32 rows) const {
+    using Rows = BlockRows<tensor>;
+    if constexpr (Rows::kPiece != 2) return;
+#pragma unroll
+    for (int i = 0; i < kScaleKeys; ++i) {
+      if (scale_key(i) < 0) continue;
+      const u32 row = rows + scale_key(i) * Rows::kStride;
+      if (load_shared(row + Rows::kStride - 4) == 0) continue;
+      u32 word = load_shared(row);
+#pragma unroll 4
+      for (int j = 1; j < Rows::kPieces; ++j) {
+        const u32 next = load_shared(row + 4 * j);
+        store_shared(row + 4 * j - 4, int(__byte_perm(word, next, 0x5432)));
+        word = next;
+      }
+      store_shared(row + 4 * Rows::kPieces - 4, int(word >> 16));
+    }
   }
 
   enum : int {
@@ -293,85 +320,47 @@ class LaneLoader {
     }
   }
 
-  // Rows of blocks, by as many lanes each as they may have chunks of 16 bytes.
-  template <class Type, int columns, int tensor, bool whole>
-  __device__ __forceinline__ void copy_blocks(const StridedTensor& t, u32 to, u32 scales) const {
-    constexpr int kBytes = row_of_blocks(Type::kType, columns), kCopied = copied_row_of_blocks(Type::kType, columns);
-    constexpr int kLanes = kCopied <= 64 ? 4 : kCopied <= 128 ? 8 : kCopied <= 256 ? 16 : 32;
+  // Pieces of rows of blocks from piece `first` on. Lanes that are a power of 2 share a row, others take what is left.
+  template <int tensor, bool whole, int first = 0>
+  __device__ __forceinline__ void copy_blocks(const StridedTensor& t, u32 to) const {
+    using Rows = BlockRows<tensor>;
+    constexpr int kLeft = Rows::kPieces - first;
+    constexpr int kLanes = kLeft >= 32 ? 32 : kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1;
     constexpr int kKeys = kBlockKeys / warps, kAtOnce = 32 / kLanes;
+    // So many keys are in one page for certain.
+    constexpr int kRun = kPage == 0 ? kKeys : kPage % 16 == 0 && !kLeftPad ? 16 : 1;
     const DecodeSequence& s = tiles_.work_tile().sequence;
-    const int lane = threadIdx.x % 32, first = row_ / (kRowsAtOnce * kRows) * kKeys, chunk = lane % kLanes;
+    const int lane = threadIdx.x % 32, of_lane = lane / kLanes, begin = row_ / (kRowsAtOnce * kRows) * kKeys;
+    const int piece = first + lane % kLanes;
     const long long entry = kPage > 0 || kPackedK ? 0 : s.entry;
-    const int place = s.n.k_start + tiles_.tile() * kBlockKeys + first + lane / kLanes;
-    const auto* const head =
-        static_cast<const unsigned char*>(t.data) + tiles_.work_tile().head * t.head + entry * t.batch;
+    const int place = s.n.k_start + tiles_.tile() * kBlockKeys + begin + of_lane;
+    const auto* const head = static_cast<const unsigned char*>(t.data) + tiles_.work_tile().head * t.head +
+                             entry * t.batch + Rows::kCopied * piece;
     const unsigned char* from = head + (kPage > 0 ? 0 : place * t.row);
+    const u32 to_piece = to + (begin + of_lane) * Rows::kStride + Rows::kCopied * piece;
+    bool in_page = true;
 #pragma unroll
     for (int i = 0; i < kKeys; i += kAtOnce) {
-      const int key = first + i + lane / kLanes;
-      bool there = whole || tiles_.tile() * kBlockKeys + key < s.n.sk;
-      if (kPage > 0) {
-        const u32 id = __shfl_sync(0xffffffff, scale_ids_[i / 32], (i + lane / kLanes) % 32);
-        there = there && (whole || id < u32(p_.pages.entries));
-        from = head + (there ? id * t.batch + (place + i) % max_of(kPage, 1) * t.row : 0);
+      if (kPage > 0 && (i % kRun == 0 || kAtOnce > kRun)) {
+        const u32 id = __shfl_sync(0xffffffff, scale_ids_[i / 32], (i + of_lane) % 32);
+        in_page = whole || id < u32(p_.pages.entries);
+        from = head + (in_page ? id * t.batch + (place + i) % max_of(kPage, 1) * t.row : 0);
       }
-      const int start = u32(reinterpret_cast<unsigned long long>(from)) % 16;
-      const int bytes = there ? min(max(start + kBytes - 16 * chunk, 0), 16) : 0;
-      if (chunk < kCopied / 16)
-        async_copy16(to + key * kCopied + 16 * chunk, from - start + (bytes > 0 ? 16 * chunk : 0), bytes);
-      if (chunk == 0) store_shared(row_start_place<tensor>(scales, key), start);
-      if (kPage == 0) from += kAtOnce * t.row;
-    }
-  }
-
-  template <class Type, int columns, int panel_bytes, int tensor, class Sync>
-  __device__ __forceinline__ void separate(u32 rows, u32 scales, Sync sync) const {
-    constexpr int kBytes = row_of_blocks(Type::kType, columns), kCopied = copied_row_of_blocks(Type::kType, columns);
-    constexpr int kBlocks = columns / kBlockColumns;
-    constexpr int kChunks = bits_of(Type::kType) / 4, kOfPanel = panel_bytes / 16;  // of a block, of a row of a panel
-    u32 x[kScaleKeys][kCopied / 4];
-#pragma unroll
-    for (int i = 0; i < kScaleKeys; ++i) {
-      if (scale_key(i) < 0) continue;
-      const u32 row = rows + scale_key(i) * kCopied;
-      const u32 start = u32(load_shared(row_start_place<tensor>(scales, scale_key(i))));
-#pragma unroll
-      for (int j = 0; j < kCopied / 4; j += 4) load_shared16(row + 4 * j, x[i] + j);
-      // To where they begin: by one word, by two, by half a word.
-      u32 (&word)[kCopied / 4] = x[i];
-#pragma unroll
-      for (int j = 0; j + 1 < kCopied / 4; ++j) word[j] = start & 4 ? word[j + 1] : word[j];
-#pragma unroll
-      for (int j = 0; j + 2 < kCopied / 4; ++j) word[j] = start & 8 ? word[j + 2] : word[j];
-#pragma unroll
-      for (int j = 0; j + 1 < kCopied / 4; ++j) {
-        word[j] = __byte_perm(word[j], word[j + 1], start & 2 ? 0x5432 : 0x3210);
-      }
-    }
-    sync();
-#pragma unroll
-    for (int i = 0; i < kScaleKeys; ++i) {
-      if (scale_key(i) < 0) continue;
-#pragma unroll
-      for (int block = 0; block < kBlocks; ++block) {
-#pragma unroll
-        for (int j = 0; j < kChunks; ++j) {
-          const int chunk = block * kChunks + j;
-          u32 codes[4];
-#pragma unroll
-          for (int k = 0; k < 4; ++k) {
-            const u32* const word = x[i] + kBytes / kBlocks * block / 4 + 4 * j + k;
-            codes[k] = block % 2 == 0 ? __byte_perm(word[0], word[1], 0x5432) : word[1];
-          }
-          store_shared16(rows + chunk / kOfPanel * (kBlockKeys * panel_bytes) +
-                             chunk_place<panel_bytes>(scale_key(i), chunk % kOfPanel),
-                         codes);
+      const bool there = whole || (in_page && tiles_.tile() * kBlockKeys + begin + i + of_lane < s.n.sk);
+      if (kKeys >= kAtOnce || of_lane < kKeys) {
+        const u32 place_of_piece = to_piece + i * Rows::kStride;
+        if constexpr (Rows::kPiece == 2) {
+          const int start = u32(reinterpret_cast<unsigned long long>(from)) % 4;
+          const int bytes = there ? min(max(start + Rows::kBytes - 4 * piece, 0), 4) : 0;
+          async_copy_part<4>(place_of_piece, bytes > 0 ? static_cast<const void*>(from - start) : t.data, bytes);
+          if (piece == 0) store_shared(place_of_piece + Rows::kStride - 4, start);
+        } else {
+          async_copy_part<Rows::kCopied>(place_of_piece, whole || there ? from : head, there ? Rows::kCopied : 0);
         }
-        // An even block begins with a word, an odd one in the middle of one.
-        const u32 scale = x[i][kBytes / kBlocks * block / 4] >> (block % 2 == 0 ? 0 : 16);
-        store_shared_u16(scale_place<tensor>(scales, scale_key(i), block), scale);
       }
+      from += kAtOnce * t.row;
     }
+    if constexpr (kLanes < kLeft) copy_blocks<tensor, whole, first + kLanes>(t, to);
   }
 
   // This lane's columns of a row, of which `dim` exist.

@@ -8,6 +8,8 @@
 //                   its sequence and kv head
 //   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
 //   kKScaleType, kVScaleType, kKZeroPointType, kVZeroPointType  element types of these numbers, f32 or f16
+//   kKPiece, kVPiece  bytes of rows of blocks that are copied at once, 4, 8 or 16; 2: words, where rows may begin in
+//                   the middle of one; 0: there are no blocks
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256); both to 32 with codes of 4 bits
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups

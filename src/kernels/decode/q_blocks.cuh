@@ -25,8 +25,7 @@ enum : int {
 };
 
 // The tensors of scales that a tile of codes has with it: so many numbers of a key each, in words of their own. In
-// shared memory they follow each other, and in each its keys. After them rows of blocks have a word each: where in 16
-// bytes they begin.
+// shared memory they follow each other, and in each its keys.
 enum : int { kOfK, kOfV, kZeroOfK, kZeroOfV, kScaleTensors };
 __device__ constexpr int scale_count(int tensor) {
   const int count = tensor % 2 == 0 ? kKScales : kVScales;
@@ -38,22 +37,23 @@ __device__ constexpr Element scale_type(int tensor) {
                  : tensor == kZeroOfK ? kKZeroPointType
                                       : kVZeroPointType);
 }
-__device__ constexpr int scale_words_before(int tensor) {
-  if (tensor == 0) return 0;
-  return scale_words_before(tensor - 1) + scale_words(scale_count(tensor - 1), scale_type(tensor - 1));
-}
 // Whether they come with the codes, in blocks.
 __device__ constexpr bool scales_in_rows(int tensor) {
   return is_block(tensor % 2 == 0 ? StoredK::kType : StoredV::kType);
 }
-enum : int { kScaleWords = scale_words_before(kScaleTensors) + scales_in_rows(kOfK) + scales_in_rows(kOfV) };
+__device__ constexpr int scale_words_before(int tensor) {
+  if (tensor == 0) return 0;
+  const int words = scale_words(scale_count(tensor - 1), scale_type(tensor - 1));
+  return scale_words_before(tensor - 1) + (scales_in_rows(tensor - 1) ? 0 : words);
+}
 
 constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, StoredV::kType, ElementO::kType},
-                              kScaleWords,    kHeadDim,
-                              kValueDim,      kWarpsPerGroup,
-                              kWarpGroups,    kTileRows,
-                              kBlockKeys,     kKStages,
-                              kVStages};
+                              scale_words_before(kScaleTensors),
+                              kKPiece,        kVPiece,
+                              kHeadDim,       kValueDim,
+                              kWarpsPerGroup, kWarpGroups,
+                              kTileRows,      kBlockKeys,
+                              kKStages,       kVStages};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu

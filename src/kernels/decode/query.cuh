@@ -38,10 +38,17 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const W
 
 enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
 
-// Where a column of Q lies among those of 16 bytes of codes: a lane's word has the columns of two halves of it, and
-// products take two columns of each lane at a time.
+// Where a column of Q lies for products with codes: a lane's word has the columns of two halves of it, and products
+// take two columns of each lane at a time.
 __device__ __forceinline__ int query_column(int column) {
-  constexpr int kColumns = 8 * CodesOfK::kOfHalf;
+  constexpr int kOfHalf = CodesOfK::kOfHalf, kColumns = 8 * kOfHalf;
+  if constexpr (is_block(StoredK::kType)) {
+    const int block = column / kBlockColumns;
+    const CodesOfK::Place at = CodesOfK::place(column % kBlockColumns);
+    const int pair = block_bytes(StoredK::kType) / 2 * block + 1 + 2 * at.word + at.half, chunk = pair / 8;
+    const int product = products_before_chunk(StoredK::kType, kHeadDim, chunk) + block;
+    return (product - first_block(StoredK::kType, chunk)) * kColumns + at.number * 8 + pair % 8;
+  }
   const CodesOfK::Place at = CodesOfK::place(column % kColumns);
   return column / kColumns * kColumns + at.number * 8 + at.word * 2 + at.half;
 }
@@ -76,6 +83,11 @@ __device__ __forceinline__ void prepare_queries() {
         x[i] = Half::pack(StoredQ::to_float(static_cast<unsigned short>(x[i])) * inverse, 0) & 0xffff;
     }
     __syncwarp();
+    if constexpr (is_block(StoredK::kType)) {  // products with what is no code of their block
+      for (int column = 2 * lane; column < query_columns(StoredK::kType, kHeadDim); column += 64)
+        store_shared(place(row, column), 0);
+      __syncwarp();
+    }
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i)
       if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i)), x[i]);

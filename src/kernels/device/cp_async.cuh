@@ -25,6 +25,14 @@ __device__ __forceinline__ void async_copy_piece(u32 shared, const void* from, b
                : "memory");
 }
 
+// `bytes` likewise of a row that other lanes have more of, the first `read` of them read and the others 0.
+template <int bytes>
+__device__ __forceinline__ void async_copy_part(u32 shared, const void* from, u32 read) {
+  if (bytes == 16) return async_copy16(shared, from, read);
+  asm volatile("cp.async.ca.shared.global.L2::128B [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(bytes), "r"(read)
+               : "memory");
+}
+
 // Bytes of the 16 from column `column` on that a row of `dim` columns of `bits` has.
 __device__ __forceinline__ u32 bytes_of_chunk(int bits, int column, int dim) {
   const int columns = min(max(dim - column, 0), 128 / bits);

@@ -17,15 +17,11 @@ FULGUR_SHARED int bits_of(Element type) {
 }
 FULGUR_SHARED int bytes_of(Element type) { return bits_of(type) / 8; }
 
-// Codes that lie in blocks of 32 with a scale of f16 in front of them, and the bytes of such a row. Rows begin anywhere
-// at even bytes: they are copied with all of the 16 bytes in which they begin.
+// Codes that lie in blocks of 32 with a scale of f16 in front of them, and the bytes of such a row.
 FULGUR_SHARED bool is_block(Element type) { return type == kQ8_0 || type == kQ4_0; }
 constexpr int kBlockColumns = 32;
 FULGUR_SHARED int row_of_blocks(Element type, int dim) {
   return dim / kBlockColumns * (2 + kBlockColumns * bits_of(type) / 8);
-}
-FULGUR_SHARED int copied_row_of_blocks(Element type, int dim) {
-  return ((row_of_blocks(type, dim) + 14 + 15) / 16 | 1) * 16;  // rows that lanes read side by side share no banks
 }
 
 // The types of a kernel's operands. A gradient has that of its tensor.
