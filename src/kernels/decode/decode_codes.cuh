@@ -197,10 +197,10 @@ __device__ __forceinline__ void softmax_step(float (&P)[kRowTiles][kScores], con
 
 // ---- Products ----
 
-// Numbers of codes less zero points of f16, of the keys of both halves.
+// Numbers of codes less a zero point of f16.
 template <int count>
-__device__ __forceinline__ void subtract(u32* x, float zero_point0, float zero_point1) {
-  const u32 less = Half::pack(-zero_point0, -zero_point1);
+__device__ __forceinline__ void subtract(u32* x, float zero_point) {
+  const u32 less = Half::pack(-zero_point, -zero_point);
 #pragma unroll
   for (int i = 0; i < count; ++i) x[i] = Half::add(x[i], less);
 }
@@ -312,7 +312,7 @@ class KeyProducts {
 #pragma unroll
         for (int eight = 0; kKZeroPoint && !kSums && eight < 4; ++eight) {
           const float zero_point = zero_points[keys / 8 + eight][first];
-          subtract<Step::kNumbers>(x[eight], zero_point, zero_point);
+          subtract<Step::kNumbers>(x[eight], zero_point);
         }
 #pragma unroll
         for (int number = 0; number < Step::kNumbers; number += 2)
@@ -382,7 +382,18 @@ __device__ __forceinline__ void weigh(u32 (&weighed)[kRowTiles][kScores / 2], co
   }
 }
 
-// O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says.
+// The zero points of two keys of V, negative, as f16.
+__device__ __forceinline__ u32 negative_zero_points(u32 scales, int key, int group) {
+  if constexpr (scale_type(kZeroOfV) == kF16) {
+    const u32 low = load_shared_u16(scale_place<kZeroOfV>(scales, key, group));
+    return __byte_perm(low, load_shared_u16(scale_place<kZeroOfV>(scales, key + 1, group)), 0x5410) ^ 0x80008000;
+  } else {
+    return Half::pack(-load_scale<kZeroOfV>(scales, key, group), -load_scale<kZeroOfV>(scales, key + 1, group));
+  }
+}
+
+// O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says. Zero points are multiplied with
+// the same P as their codes: no number of f16 is as exact as their difference.
 __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], const float (&P)[kRowTiles][kScores],
                                                 u32 v, u32 scales) {
   using Step = Steps<kOfV>;
@@ -418,14 +429,10 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
           for (int j = 0; j < CodesOfV::kOfHalf; ++j) x[eight][i * CodesOfV::kOfHalf + j] = numbers[j];
         }
       }
-      if constexpr (kVZeroPoint) {
+      u32 less[kVZeroPoint ? 4 : 1];
 #pragma unroll
-        for (int eight = 0; eight < 4; ++eight) {
-          const int key = keys + 8 * eight + int(thread_column());
-          subtract<Step::kNumbers>(x[eight], load_scale<kZeroOfV>(scales, key, first),
-                                   load_scale<kZeroOfV>(scales, key + 1, first));
-        }
-      }
+      for (int eight = 0; kVZeroPoint && eight < 4; ++eight)
+        less[eight] = negative_zero_points(scales, keys + 8 * eight + int(thread_column()), first);
 #pragma unroll
       for (int pair = 0; pair < 4; pair += 2)
 #pragma unroll
@@ -435,6 +442,10 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
           for (int i = 0; i < kRowTiles; ++i) {
             const u32* const of_last = weighed[last % Step::kMixed][i] + keys / 8 + pair;
             multiply_16_8_16<ElementV::kType>(O[i] + 2 * (Step::kNumbers * step + number), a, of_last[0], of_last[1]);
+            if (kVZeroPoint) {
+              const u32 z[4] = {less[pair], less[pair], less[pair + 1], less[pair + 1]};
+              multiply_16_8_16<ElementV::kType>(O[i] + 2 * (Step::kNumbers * step + number), z, of_last[0], of_last[1]);
+            }
             if (first == last) continue;
             const u32* const others = weighed[first % Step::kMixed][i] + keys / 8 + pair;
             multiply_16_8_16<ElementV::kType>(of_first[i] + 2 * number, a, others[0], others[1]);
