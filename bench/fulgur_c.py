@@ -22,7 +22,8 @@ class DLTensor(ctypes.Structure):
 
 
 DTYPES = {torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32), torch.int64: (0, 64),
-          torch.bool: (6, 8)}
+          torch.bool: (6, 8), torch.float16: (2, 16), torch.int8: (0, 8), torch.uint8: (1, 8),
+          torch.float8_e4m3fn: (10, 8)}
 DEVICES = {"cpu": 1, "cuda": 2}
 
 
@@ -68,6 +69,11 @@ class SharedPrefix(Struct):
     _fields_ = [*SIZE, *fields("prefix_groups", "prefix_lens")]
 
 
+class Descales(Struct):
+    _fields_ = [*SIZE, *fields("q_descale", "k_descale", "v_descale", "k_zero_point", "v_zero_point"),
+                *fields("k_format", "v_format", of=ctypes.c_char_p)]
+
+
 class Rotary(Struct):
     _fields_ = [*SIZE, *fields("cos", "sin", "rotary_seqlens"), *fields("interleaved", of=ctypes.c_int)]
 
@@ -96,7 +102,7 @@ class AppendArgs(Struct):
 
 # The structs in the structs of a call.
 PARTS = {"lengths": VarLen, "cache": KvCache, "shared_prefix": SharedPrefix, "rotary": Rotary, "append": NewRows,
-         "rows": NewRows}
+         "rows": NewRows, "descales": Descales}
 
 
 def filled(struct, addresses, interleaved=False):

@@ -112,9 +112,10 @@ GRID = tuple(
 
 
 def arguments(tensors):
-    """The C API's of a call, and the descriptions that they refer to."""
-    used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in tensors.items()}
-    args, kept = filled(ForwardArgs, {name: ctypes.addressof(t) for name, t in used.items()})
+    """The C API's of a call, and the descriptions that they refer to; what is bytes are names of formats."""
+    formats = {name: t for name, t in tensors.items() if isinstance(t, bytes)}
+    used = {name: described(t.shape, t.dtype, t.data_ptr()) for name, t in tensors.items() if name not in formats}
+    args, kept = filled(ForwardArgs, {name: ctypes.addressof(t) for name, t in used.items()} | formats)
     return args, (used, kept)
 
 

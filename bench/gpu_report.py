@@ -27,6 +27,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent.parent / "tools"))
 import gpu_decode  # noqa: E402
+import gpu_decode_codes  # noqa: E402
 import gpu_decode_peers  # noqa: E402
 import gpu_errors  # noqa: E402
 import gpu_host  # noqa: E402
@@ -210,6 +211,10 @@ def decode_report(fulgur, generator):
     return [gpu_decode.row(fulgur, case, generator, difference, turns) for case in gpu_decode.CASES]
 
 
+def decode_codes_report(fulgur, generator):
+    return [gpu_decode_codes.row(fulgur, case, generator, difference, turns) for case in gpu_decode_codes.CASES]
+
+
 def decode_grid_report(fulgur, generator, seed, seconds):
     return gpu_decode.grid_rows(fulgur, seed, seconds, generator, difference, turns)
 
@@ -262,6 +267,8 @@ def main():
         if "decode" in args.parts:
             report["decode"] = decode_report(fulgur, generator)
             report["decode_peers"] = gpu_decode_peers.versions()
+        if "decode_codes" in args.parts:
+            report["decode_codes"] = decode_codes_report(fulgur, generator)
         if "decode_grid" in args.parts:
             report["decode_grid"] = decode_grid_report(fulgur, generator, args.seed, args.seconds)
     report_file.write(args.json, report)

@@ -100,7 +100,7 @@ measure() {
 }
 measure --checks "$checks" --parts forward backward errors
 # A FlashAttention-3 that has caches may lack the backward pass, and the other way round.
-PYTHONPATH="${GPU_REPORT_DECODE:-${PYTHONPATH:-}}" measure --add --parts decode
+PYTHONPATH="${GPU_REPORT_DECODE:-${PYTHONPATH:-}}" measure --add --parts decode decode_codes
 # Of the Python package, which gpu_pack.sh takes along with a MODULE.
 if [ -d "$packed/python" ]; then
   PYTHONPATH="$packed/python:${PYTHONPATH:-}" measure --add --parts host \

@@ -23,7 +23,8 @@ BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
                         ("prepare", "keys", "keys_wide", "rows", "reduce", "round", "repair", "sinks")))
 DECODE = (*(f"decode/{part}.cu" for part in ("decode_warp", "decode_warpgroup", "combine")), "common/padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
-           "decode": DECODE, "decode_grid": DECODE, "host": BACKWARD}
+           "decode": DECODE, "decode_codes": ("decode/decode_codes.cu", *DECODE), "decode_grid": DECODE,
+           "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flash4": "FlashAttention-4", "flashinfer": "FlashInfer",
          "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
 README_NAMES = ("fulgur", "flash3", "flash4", "cudnn", "flash2")  # in the README's table
@@ -216,6 +217,26 @@ def decode(report):
     ]
 
 
+def decode_codes(report):
+    """A line for each case, and a column for each format."""
+    rows = report["decode_codes"]
+    names = [name for name in rows[0]["us"] if name != "bf16"]
+
+    def line(r):
+        bf16 = r["us"]["bf16"]
+        return [r["batch"], length(r["keys"]), pair(r["heads"], r["kv_heads"]), r["d"], r["queries"], r["page"] or "",
+                f"{bf16:.1f}", *(f"{us:.1f} ({bf16 / us:.2f})" for us in (r["us"][name] for name in names))]
+
+    return [
+        "## Decode, low-bit caches",
+        "",
+        "Queries of bf16 and caches of codes, with scales of each sequence and kv head, of each token and kv head, or"
+        " of so many columns of one (f16); microseconds, and in brackets the time of bf16 over theirs.",
+        "",
+        *lines_of(["batch", "keys", "heads", "d", "queries", "page", "bf16", *names], [line(r) for r in rows]),
+    ]
+
+
 def decode_grid(report):
     """A line per heads and query tokens, and the cells that are slower."""
     part = report["decode_grid"]
@@ -321,6 +342,8 @@ def markdown(report):
         text += ["", *errors(report)]
     if "decode" in report:
         text += ["", *decode(report)]
+    if "decode_codes" in report:
+        text += ["", *decode_codes(report)]
     if "decode_grid" in report:
         text += ["", *decode_grid(report)]
     if "host" in report:

@@ -101,6 +101,29 @@ def test_decode_table():
     assert text[-1] == "Timed as loops of launches, as no graph could be captured: FlashInfer."
 
 
+def test_decode_table_of_codes():
+    import gpu_table
+
+    row = decode_row(us={"bf16": 480.0, "q8_0": 300.0, "int4, f16 tokens": 160.0})
+    text = gpu_table.decode_codes({"decode_codes": [row]})
+    assert text[4].endswith("| page | bf16 | q8_0 | int4, f16 tokens |")
+    assert text[6] == "| 64 | 8k | 32/8 | 128 | 1 |  | 480.0 | 300.0 (1.60) | 160.0 (3.00) |"
+
+
+def test_caches_of_codes_stand_for_what_fulgur_says():
+    import gpu_decode_codes
+
+    import fulgur
+
+    case = gpu_decode_codes.DecodeCase(2, 40, 4, 3, d=64)
+    generator = torch.Generator("cpu").manual_seed(0)
+    for codes in gpu_decode_codes.FORMATS:
+        of = gpu_decode_codes.random_codes(codes, (2, 40), case, generator)
+        got = gpu_decode_codes.numbers(codes, *of, 64)
+        want = fulgur.Quantized(codes.format, *of).dequantize("f32")
+        torch.testing.assert_close(got, torch.from_dlpack(want), rtol=1e-6, atol=1e-6)
+
+
 def test_decode_peers_that_are_not_installed(monkeypatch):
     import gpu_decode
     import gpu_decode_peers
