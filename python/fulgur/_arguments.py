@@ -218,6 +218,23 @@ def _rotated_alike(arrays, stream):
     return arrays | {"q": arrays["k"].rotate(arrays["q"], stream)}
 
 
+def rotated_rows(stream, k_cache, v_cache, rows, given):
+    """The rows that a call takes which appends, new keys and queries rotated where the keys of the cache are."""
+    if isinstance(v_cache, OfCodes) and v_cache.rotated:
+        raise ValueError("v_cache: got rotated codes, want those of keys alone: out would be rotated")
+    if not isinstance(k_cache, OfCodes) or not k_cache.rotated:
+        return rows
+    for name in ("cos", "q_out"):
+        if given.get(name) is not None:
+            raise ValueError(
+                f"{name}: given with rotated codes in k_cache, want keys and queries that are at their positions"
+            )
+    turned = {"k_new": k_cache.rotate(rows["k_new"], stream)}
+    if "q" in rows:
+        turned["q"] = _rotated_alike({"q": rows["q"], "k": k_cache}, stream)["q"]
+    return rows | turned
+
+
 def views(stream=0, **arrays):
     """Views of arrays by name, and of what comes with those that are quantized."""
     found = {}
@@ -232,8 +249,6 @@ def views(stream=0, **arrays):
 def written(name, array, stream=0):
     """Views of an array that a call writes to, and of what comes with it where it is quantized."""
     if isinstance(array, OfCodes):
-        if array.rotated:
-            raise ValueError(f"{name}: got rotated codes, want them as numbers are, for new rows are not rotated")
         return array.views(name, stream, writable=True)
     return {name: view(name, array, True, stream)}
 

@@ -252,6 +252,7 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
 
 def _append_views(stream, k_cache, v_cache, rows, optional, given):
     """Views of what a call takes that appends, by name."""
+    rows = _a.rotated_rows(stream, k_cache, v_cache, rows, given)
     return {
         **_a.written("k_cache", k_cache, stream),
         **_a.written("v_cache", v_cache, stream),

@@ -17,7 +17,8 @@ class Quantized(_a.OfCodes):
     ``format``: its name. ``codes``: of float8 or int8 in the shape of the numbers; of the other formats
     uint8, whose last dimension counts the bytes of a row. ``scale``, ``zero_point``: as k_descale and
     k_zero_point of :func:`attention`, or None. ``dtype``: what :meth:`dequantize` gives. ``rotated``: the codes
-    are those of :func:`hadamard` of the numbers. With such a k attention rotates a q of floats, too.
+    are those of :func:`hadamard` of the numbers. With such a k attention rotates a q of floats, too, and append the
+    new keys.
 
     >>> import numpy as np, fulgur
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 1, 64)

@@ -92,6 +92,33 @@ def test_rotated_codes_of_outliers(rng):
     assert np.allclose(fulgur.attention(q, y, v), fulgur.attention(q, y.dequantize(), v), atol=1e-3)
 
 
+@pytest.mark.parametrize("format", ["int8", "q4_0"])
+def test_rotated_caches_take_rows(rng, format):
+    """New keys are rotated as those that are there, and so are the queries that follow."""
+    k, v, q = with_outliers(rng, 2, 9, 2, 64), numbers(rng, 2, 9, 2, 64), numbers(rng, 2, 2, 4, 64)
+    whole = fulgur.quantize(k, format, rotate=True), fulgur.quantize(v, format)
+    lengths = np.array([7, 5], np.int32)
+
+    def begun():  # without the rows that come
+        caches = [fulgur.quantize(x, format, rotate=rotate) for x, rotate in ((k, True), (v, False))]
+        for cache in caches:
+            for b, n in enumerate(lengths):
+                cache.codes[b, n:] = 0
+                if cache.scale is not None:
+                    cache.scale[b, n:] = 0
+        return caches
+
+    new = [np.stack([x[b, n : n + 2] for b, n in enumerate(lengths)]) for x in (k, v)]
+    caches = begun()
+    fulgur.append(*caches, *new, lengths)
+    for got, want in zip(caches, whole):
+        for b, n in enumerate(lengths):
+            assert np.array_equal(got.codes[b, : n + 2], want.codes[b, : n + 2])
+    want = fulgur.attention(q, *whole, causal=True, seqused_k=lengths + 2)
+    caches = begun()
+    assert np.array_equal(fulgur.append_attention(q, *caches, *new, lengths, causal=True), want)
+
+
 def test_rotation_is_of_q_and_k(rng):
     x = numbers(rng, 1, 4, 2, 64)
     plain, turned = (fulgur.quantize(x, "e4m3", rotate=rotate) for rotate in (False, True))
@@ -101,8 +128,11 @@ def test_rotation_is_of_q_and_k(rng):
         fulgur.attention(turned, plain, x)
     with pytest.raises(ValueError, match="^v: got rotated codes"):
         fulgur.attention(turned, turned, turned)
-    with pytest.raises(ValueError, match="^k_cache: got rotated codes"):
-        fulgur.append(turned, plain, x, x, np.zeros(1, np.int32))
+    with pytest.raises(ValueError, match="^v_cache: got rotated codes"):
+        fulgur.append(turned, turned, x, x, np.zeros(1, np.int32))
+    angles = np.zeros((8, 4), np.float32)
+    with pytest.raises(ValueError, match="^cos: given with rotated codes in k_cache, want keys and queries"):
+        fulgur.append(turned, plain, x, x, np.zeros(1, np.int32), cos=angles, sin=angles)
     assert np.allclose(fulgur.hadamard(fulgur.hadamard(x), inverse=True), x, atol=1e-6)
     with pytest.raises(ValueError, match="^y: got f16, want f32 or bf16 as x|^y: got f16, want f32$|^y: got f16"):
         fulgur.hadamard(x, dtype="f16")
