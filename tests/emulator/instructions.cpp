@@ -317,6 +317,7 @@ constexpr Known kKnown[] = {
     {"ld.volatile.shared.", load_shared},
     {"st.shared.", store_shared},
     {"ld.global.cg.", load_global},
+    {"ld.global.nc.", load_global},
     {"ld.acquire.gpu.global.s32", load_global_again},
     {"ld.acquire.gpu.global.u32", load_global},
     {"ld.relaxed.gpu.global.s32", load_global},
