@@ -4,22 +4,7 @@
 // though it may not see that one is.
 #include "kernel_config.h"  // which has functions for attention/hulls.cuh, and includes it
 #include "attention/hulls.cuh"
-#include "attention/mask.cuh"
-#include "attention/pages.cuh"
-#include "device/dependent_launch.cuh"
-
-// Of a block, in their sequence. Both may be empty.
-__device__ __forceinline__ RowRange rows_of_block(const Lengths& n, int block) {
-  if constexpr (kBlockStrips > 0)
-    return {kStripRows * first_strip(n.sq, kBlockStrips, block),
-            min(kStripRows * first_strip(n.sq, kBlockStrips, block + 1), n.sq)};
-  else
-    return {kBlockRows * block, min(kBlockRows * (block + 1), n.sq)};
-}
-
-__device__ __forceinline__ KeyRange keys_of_tile(const Lengths& n, int tile) {
-  return {kBlockKeys * tile, min(kBlockKeys * (tile + 1), n.sk)};
-}
+#include "attention/tile_map.cuh"
 
 // The hulls of a block's panels by a warp. values(i, ...) has those of its i-th row or key.
 template <int panels, class Values>
@@ -79,10 +64,6 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_panel_hulls(const __gri
   }
 }
 
-struct TileState {
-  bool seen, partial;
-};
-
 __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map, int row_block, int key_tile) {
   const MapShape& of = p.shape;
   const int batch = map / of.heads, head = map % of.heads * of.heads_of_map;
@@ -99,85 +80,10 @@ __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map,
   return {mask.high != 0, mask.high != 0 && (mask.low != 1 || band_hides)};
 }
 
-// The span of a block's words; kNoSpan: of none.
-struct Span {
-  int begin, end;
-  __device__ __forceinline__ void add(u32 seen, int word) {
-    if (seen == 0) return;
-    begin = min(begin, 32 * word + __ffs(int(seen)) - 1);
-    end = max(end, 32 * word + 32 - __clz(int(seen)));
-  }
-  __device__ __forceinline__ void add(const Span& other) {
-    begin = min(begin, other.begin);
-    end = max(end, other.end);
-  }
-  __device__ __forceinline__ u64 word() const { return u64(u32(end)) << 32 | u32(begin); }
-};
-constexpr Span kNoSpan = {0x7fffffff, 0};
-
-// A CTA takes a block, a warp a word, a lane a tile.
 extern "C" __global__ void __launch_bounds__(128) fulgur_tile_map(const __grid_constant__ TileMapParams p) {
-  wait_for_earlier_kernels();
-  const MapShape& of = p.shape;
-  const int blocks = kMapByKeys ? of.key_tiles : of.row_blocks;
-  const int tiles = kMapByKeys ? of.row_blocks : of.key_tiles;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int map = int(blockIdx.x) / blocks, block = int(blockIdx.x) % blocks;
-  const bool has_span = block_words(tiles) > map_words(tiles);
-  u64* const words = p.words + (long long)(blockIdx.x) * block_words(tiles) + has_span;
-  Span span = kNoSpan;
-#pragma unroll 1
-  for (int at = warp; at < map_words(tiles); at += 4) {
-    const int tile = 32 * at + lane;
-    const TileState is = tile_state(p, map, kMapByKeys ? tile : block, kMapByKeys ? block : tile);
-    const u32 seen = __ballot_sync(0xffffffff, is.seen);
-    const u64 partial = __ballot_sync(0xffffffff, is.partial);
-    if (lane == 0) words[at] = partial << 32 | seen;
-    span.add(seen, at);
-  }
-  if (!has_span) return;
-  __shared__ Span spans[4];
-  if (lane == 0) spans[warp] = span;
-  __syncthreads();
-  if (threadIdx.x > 0) return;
-  for (const Span& other : spans) span.add(other);
-  words[-1] = span.word();
+  map_tiles(p, [&](int map, int row_block, int key_tile) { return tile_state(p, map, row_block, key_tile); });
 }
 
-// The words of blocks of rows from those of tiles of keys, kMapByKeys. A CTA takes 32 blocks of rows, a warp a word of
-// 32 tiles of keys of these; a lane has a tile, then a block.
 extern "C" __global__ void __launch_bounds__(128) fulgur_map_of_rows(const __grid_constant__ TileMapParams p) {
-  wait_for_earlier_kernels();
-  let_next_kernel_start();
-  const MapShape& of = p.shape;
-  const int row_words = map_words(of.row_blocks), key_words = map_words(of.key_tiles);
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int map = int(blockIdx.x) / row_words, rows = int(blockIdx.x) % row_words;
-  const bool has_span = block_words(of.key_tiles) > key_words;
-  const u64* const from = p.words + (long long)(map) * of.key_tiles * block_words(of.row_blocks) +
-                          (block_words(of.row_blocks) - row_words) + rows;
-  const int block = 32 * rows + lane;
-  u64* const to = p.words_of_rows + ((long long)(map) * of.row_blocks + block) * block_words(of.key_tiles) + has_span;
-  Span span = kNoSpan;
-#pragma unroll 1
-  for (int keys = warp; keys < key_words; keys += 4) {
-    const int tile = 32 * keys + lane;
-    const u64 mine = tile < of.key_tiles ? from[(long long)(tile) * block_words(of.row_blocks)] : 0;
-    u64 word = 0;
-#pragma unroll
-    for (int row = 0; row < 32; ++row) {
-      const u64 seen = __ballot_sync(0xffffffff, mine >> row & 1);
-      const u64 partial = __ballot_sync(0xffffffff, mine >> (32 + row) & 1);
-      if (lane == row) word = partial << 32 | seen;
-    }
-    if (block < of.row_blocks) to[keys] = word;
-    span.add(u32(word), keys);
-  }
-  if (!has_span) return;
-  __shared__ Span spans[4][32];
-  spans[warp][lane] = span;
-  __syncthreads();
-  if (warp > 0 || block >= of.row_blocks) return;
-  for (int i = 1; i < 4; ++i) span.add(spans[i][lane]);
-  to[-1] = span.word();
+  map_rows(p);
 }
