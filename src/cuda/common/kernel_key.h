@@ -58,12 +58,15 @@ struct KernelKey {
   bool score_mod = false, mask_mod = false;  ///< expressions
   bool score_mod_slope = false;              ///< the derivative of score_mod is not 1 everywhere
   std::string expressions{};                 ///< their functions, as text of kernel_config.h
-  bool maps_tiles = false;   ///< a map says which tiles mask_mod hides (cuda/common/tile_map.h)
+  bool maps_tiles = false;   ///< a map says which tiles a mask hides (cuda/common/tile_map.h)
+  bool mask_bits = false;    ///< of a bool bias, which is packed to bits first
   std::string mask_hulls{};  ///< functions that classify tiles for it
   bool packed = false, seqused_q = false, seqused_k = false;
 
   /// Whether the derivative of a score by the product is not the scale everywhere.
   bool has_score_slope() const { return softcap || score_mod_slope; }
+  /// As `bias`, of one whose tiles lie in shared memory.
+  int bias_tile() const { return mask_bits ? 0 : bias; }
   /// Whether scores say which keys are hidden.
   bool scores_hide() const { return bias != 0 || score_mod || mask_mod; }
 
@@ -86,6 +89,7 @@ struct KernelKey {
     f("kAlibi", alibi);
     f("kBias", bias);
     f("kBiasRows", bias_rows);
+    f("kMaskBits", mask_bits);
     f("kScoreMod", score_mod);
     f("kMaskMod", mask_mod);
     f("kMapsTiles", maps_tiles);

@@ -99,8 +99,8 @@ std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
 BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
                                        Explanation explanation)
     : BackwardPassExecutable(problem, gpu, std::move(explanation), plan, plan,
-                             workspace_of(problem, plan), plan.bias != 0 ? 5 : 4, plan.p_log2(),
-                             has_round_kernel(plan), bias_gradient_kernel(plan)),
+                             workspace_of(problem, plan), plan.bias_tile() != 0 ? 5 : 4,
+                             plan.p_log2(), has_round_kernel(plan), bias_gradient_kernel(plan)),
       plan_(plan),
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;

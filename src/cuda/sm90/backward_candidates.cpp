@@ -19,12 +19,12 @@ constexpr int kMaxStages = 6;
 struct Form {
   DqMethod dq_method;
   int consumers;
+  bool mask_bits = false;  ///< takes a bool mask as bits
 };
-constexpr Form kForms[] = {{DqMethod::kAtomic, 2},
-                           {DqMethod::kOrdered, 2},
-                           {DqMethod::kStored, 2},
-                           {DqMethod::kNone, 2},
-                           {DqMethod::kAtomic, 1}};
+constexpr Form kForms[] = {{DqMethod::kAtomic, 2},        {DqMethod::kOrdered, 2},
+                           {DqMethod::kStored, 2},        {DqMethod::kNone, 2},
+                           {DqMethod::kAtomic, 1},        {DqMethod::kAtomic, 2, true},
+                           {DqMethod::kOrdered, 2, true}, {DqMethod::kStored, 2, true}};
 
 /// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
 /// derivatives of scores, and P without dropped entries.
@@ -108,7 +108,7 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   };
   // A stage of Q is held for two steps, one of dO for one.
   int q_stages = 2, o_stages = 2;
-  if (plan.bias != 0 && keys_bytes(q_stages, o_stages) > shared_bytes)
+  if (plan.bias_tile() != 0 && keys_bytes(q_stages, o_stages) > shared_bytes)
     plan.k_stages = plan.ds_stages = 1;
   if (keys_bytes(q_stages, o_stages) > shared_bytes) return false;
   for (bool grown = true; grown;) {
@@ -166,14 +166,20 @@ std::string not_accumulated(const BackwardPlan& plan, const Problem& p) {
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const Card& card,
                                                        std::vector<std::string>* rejected) {
   std::vector<Fitting<BackwardPlan>> tiles;
-  for (const auto [dq_method, consumers] : kForms) {
+  for (const auto [dq_method, consumers, bits] : kForms) {
     if (consumers == 1 && !is_short(p, card.sms)) continue;
+    if (bits && !(packs_mask(p) && p.wants_dk_dv())) continue;
     if (!computes_what_is_wanted(dq_method, p)) continue;
     Fitting<BackwardPlan> tile;
     BackwardPlan& plan = tile.plan;
     set_problem(p, plan, plan);
     plan.dq_method = dq_method;
     plan.maps_tiles = plan.mask_mod;
+    if (bits) {
+      if (needs_wide(plan)) continue;  // its warpgroups have no registers for words of the mask
+      pack_mask(plan);
+      plan.copies_bias.clear();
+    }
     if (dq_method == DqMethod::kOrdered) plan.dq_parts = kernels::dq_panels_of(plan.head_dim);
     plan.consumers = consumers;
     plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;
@@ -181,7 +187,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     if (plan.accumulates_dq()) {
       const std::string why = not_accumulated(plan, p);
       // The first form says it for the others.
-      if (!why.empty() && dq_method == DqMethod::kAtomic && consumers == 2)
+      if (!why.empty() && dq_method == DqMethod::kAtomic && consumers == 2 && !bits)
         rejected->push_back(why);
       if (!why.empty()) continue;
     }
@@ -189,10 +195,12 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     plan.grid = card.sms;
     plan.rounds_dq = rounds_dq(p, plan, card.sms);
     BackwardPlan roomy = plan;
-    tile.cycles = plan_waves(plan, p, card, p.max_workspace);
+    tile.cycles = plan_waves(plan, p, card, p.max_workspace) + packing_cycles(p, plan, card);
     plan.rounds_dq = plan.rounds_dq && plan.splits == 1;
     if (!derive_row_stages(plan, card.shared_bytes)) continue;
-    const double cycles = p.max_workspace > 0 ? plan_waves(roomy, p, card, 0) : tile.cycles;
+    const double cycles = p.max_workspace > 0
+                              ? plan_waves(roomy, p, card, 0) + packing_cycles(p, plan, card)
+                              : tile.cycles;
     if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {
       rejected->push_back(fmt::format(
           "{} waves instead of {}: {:.3g} of the predicted time, but {} bytes of workspace, "

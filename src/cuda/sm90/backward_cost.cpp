@@ -123,7 +123,11 @@ double BackwardCost::step_cycles() const {
   constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
   const double alone = plan_.consumers == 1 ? 1.25 : 1;  // nothing overlaps its arithmetic
   const double products = plan_.key_gradients ? 4.0 : 2.0;
-  return alone * semaphore_factor() * products * (p_.d + p_.dv) * work_.tile.rows *
+  // Of a bool mask a score takes a byte and an instruction for it, or a selection by a bit.
+  constexpr double kOfBytes = 1.3, kOfBits = 1.08;
+  const bool is_bool = plan_.bias == 1 + kernels::kBool;
+  const double masked = plan_.mask_bits ? kOfBits : is_bool ? kOfBytes : 1;
+  return alone * masked * semaphore_factor() * products * (p_.d + p_.dv) * work_.tile.rows *
          work_.tile.keys / kFlopsPerCycle / kUtilization;
 }
 

@@ -93,13 +93,15 @@ int BackwardKey::tile_bytes() const {
 }
 
 kernels::BackwardTile tile_of(const BackwardKey& key) {
-  return {operands_of(key), key.head_dim,   key.value_dim, key.consumers, key.block_rows,
-          key.block_keys,   key.k_stages,   key.q_stages,  key.o_stages,  key.ds_stages,
-          key.row_tiles,    key.row_stages, key.dq_stages, key.bias,      key.bias_rows};
+  return {operands_of(key), key.head_dim,   key.value_dim,   key.consumers,
+          key.block_rows,   key.block_keys, key.k_stages,    key.q_stages,
+          key.o_stages,     key.ds_stages,  key.row_tiles,   key.row_stages,
+          key.dq_stages,    key.mask_bits,  key.bias_tile(), key.bias_rows};
 }
 
 TileId BackwardPlan::tile() const {
-  return {fmt::format("sm90_backward_{}", name_of(dq_method)), block_rows, block_keys};
+  return {fmt::format("sm90_backward_{}{}", name_of(dq_method), mask_bits ? "_bits" : ""),
+          block_rows, block_keys};
 }
 
 int64_t BackwardPlan::dq_semaphores(int64_t hq) const {

@@ -63,7 +63,7 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
                  {plan.copies_k, copies[1], types.k},
                  {plan.copies_v, copies[2], types.v}}});
   inputs_[2].any_alignment |= plan.centers_v();  // it is no tensor map's
-  if (plan.bias != 0)
+  if (plan.bias_tile() != 0)
     add_input("bias", &ForwardArgs::bias, shapes.bias, {plan.copies_bias, copies[3]});
   if (plan_.work.q_tiles == 0) return;
   kernel_ = gpu.kernel(main_kernel(plan_)).function;

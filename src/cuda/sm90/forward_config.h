@@ -71,7 +71,9 @@ struct ForwardPlan : ForwardKey, ForwardLaunch {
   std::optional<DType> widens_v;  ///< the copy of v is of f16, where v has these codes
   bool operator==(const ForwardPlan&) const = default;
 
-  TileId tile() const { return {"sm90_forward", block_rows(), block_keys}; }
+  TileId tile() const {
+    return {mask_bits ? "sm90_forward_bits" : "sm90_forward", block_rows(), block_keys};
+  }
   /// Whether there are copies of the tensors' own dtypes.
   bool copies() const {
     return !(copies_q + copies_k + copies_bias).empty() || (!copies_v.empty() && !widens_v);

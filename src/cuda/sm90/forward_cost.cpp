@@ -15,6 +15,8 @@ constexpr double kCodesScores = 13.2;      // the same with P of e4m3
 constexpr double kSoftmaxAlone = 7;        // the same, one warpgroup
 constexpr double kTransformScores = 5;     // the same with softcap, ALiBi or dropout
 constexpr double kTransformOfThree = 5.6;  // the same by three warpgroups, no dropout, no map
+constexpr double kBytesScores = 6.5;       // the same with a bool mask of bytes
+constexpr double kBitsFactor = 1.13;       // of the time of a plain call, with a bool mask of bits
 constexpr double kCopyBytes = 43;          // from L2 a cycle
 constexpr double kReadShare = 0.8687;      // of what the memory gives
 constexpr double kProductTurn = 22;        // between key tiles of a warpgroup, where products bind
@@ -39,21 +41,30 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
       plan.head_dim * size_of(plan.dtypes.k) + plan.value_dim * size_of(plan.dtypes.v);
   const double dims = static_cast<double>(dim_bytes) / 2;
   const double product = 2 * scores * dims / kTensorFlops;
-  const bool slow = plan.transforms_scores || plan.dropout || plan.scores_hide();
+  const bool is_bool = plan.bias == 1 + kernels::kBool && !plan.score_mod && !plan.mask_mod;
+  const bool of_bytes = is_bool && !plan.mask_bits;
+  const bool slow = plan.transforms_scores || plan.dropout || (plan.scores_hide() && !is_bool);
   const bool codes = plan.centers_v() && !slow;
   const bool three = plan.consumers == 3 && !plan.dropout && !plan.maps_tiles;
   const double slow_rate = three ? kTransformOfThree : kTransformScores;
-  const double rate = slow ? slow_rate : codes ? kCodesScores : kSoftmaxScores;
+  const double rate = slow       ? slow_rate
+                      : of_bytes ? kBytesScores
+                      : codes    ? kCodesScores
+                                 : kSoftmaxScores;
   const double turn = codes ? kCodesTurn : kSoftmaxTurn;
   // A warpgroup that has the SM to itself waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
-  const double alone = slow ? slow_rate : waits ? kSoftmaxAlone : kSoftmaxScores;
+  const double alone = slow       ? slow_rate
+                       : of_bytes ? kBytesScores
+                       : waits    ? kSoftmaxAlone
+                                  : kSoftmaxScores;
   const double copy = plan.block_keys * static_cast<double>(dim_bytes) / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + turn);
   // Where softmax binds, that of the other warpgroups goes on meanwhile.
   const int waiting = softmax > products ? 1 : plan.consumers;
-  return {std::max({products, softmax, copy, product + scores / alone + kChainCycles}),
+  const double factor = plan.mask_bits ? kBitsFactor : 1;
+  return {factor * std::max({products, softmax, copy, product + scores / alone + kChainCycles}),
           waiting * (product / 2 + scores / rate)};
 }
 

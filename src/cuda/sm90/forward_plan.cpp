@@ -28,7 +28,7 @@ using kernels::Work;
 kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
   return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
                                   plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages,
-                                  plan.bias, plan.bias_rows, plan.pairs, plan.maps_tiles});
+                                  plan.bias_tile(), plan.bias_rows, plan.pairs, plan.maps_tiles});
 }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.
@@ -52,8 +52,9 @@ struct Tile {
     kPlain = 1,
     kTransformed = 2,
     kDropped = 4,
-    kBiased = 8
-  };  // but kPlain all take registers
+    kBiased = 8,
+    kMasked = 16  ///< by bits of a bool mask
+  };              // but kPlain all take registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
   int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
   /// Of e4m3 alone, whose K leaves room for more keys, or where P V is, too.
@@ -63,17 +64,17 @@ struct Tile {
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
 constexpr Tile kTiles[] = {
     {0, 32, 32, 3, 112, kAny},
-    {32, 64, 64, 3, 128, Tile::kPlain},
-    {32, 64, 64, 3, 112, Tile::kTransformed},
-    {32, 64, 64, 3, 96, Tile::kDropped},
+    {32, 64, 64, 3, 128, Tile::kPlain | Tile::kMasked},
+    {32, 64, 64, 3, 112, Tile::kTransformed | Tile::kMasked},
+    {32, 64, 64, 3, 96, Tile::kDropped | Tile::kMasked},
     {32, 64, 64, 4, 64, kUndropped},
-    {64, 96, 96, 3, 96, kUndropped},
-    {96, 128, 128, 3, 80, kUndropped},
+    {64, 96, 96, 3, 96, kUndropped | Tile::kMasked},
+    {96, 128, 128, 3, 80, kUndropped | Tile::kMasked},
     {64, 128, 128, 3, 64, kAny},
     {32, 128, 128, 1, 128, kAny},
-    {64, 192, 128, 2, 128, kAny | Tile::kBiased},
-    {128, 192, 192, 2, 80, kAny},
-    {128, 256, 256, 2, 64, kAny | Tile::kBiased},
+    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kMasked},
+    {128, 192, 192, 2, 80, kAny | Tile::kMasked},
+    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kMasked},
     {192, 256, 256, 2, 80, kUndropped, Tile::kCodes},
     {96, 128, 128, 3, 96, kUndropped, Tile::kCodesInPV},
     {128, 256, 256, 2, 96, kUndropped, Tile::kCodesInPV},
@@ -100,8 +101,8 @@ ForwardPlan::Store store_of(const Problem& p, bool through_q) {
   return through_q ? ForwardPlan::Store::kTiles : ForwardPlan::Store::kRows;
 }
 
-/// What the problem fixes for every tile.
-ForwardPlan common(const Problem& p) {
+/// What the problem fixes for every tile. `bits`: a bool mask comes as bits.
+ForwardPlan common(const Problem& p, bool bits) {
   ForwardPlan plan;
   static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(p);
   plan.dropout = p.dropout_p > 0;
@@ -110,12 +111,13 @@ ForwardPlan common(const Problem& p) {
   plan.copies_k = not_addressable(maps.k);
   if (plan.dtypes.v != p.dtypes.v) plan.widens_v = p.dtypes.v;
   plan.maps_tiles = plan.mask_mod;
+  if (bits) pack_mask(plan);
   // With a bias K has buffers for longer than V; a map does not say which tile is before one.
   plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0 && !plan.maps_tiles;
   plan.copies_v = plan.centers_v() ? ""
                   : plan.widens_v  ? "its codes are multiplied as f16"
                                    : not_addressable(maps.v);
-  plan.copies_bias = not_addressable(maps.bias);
+  plan.copies_bias = bits ? "" : not_addressable(maps.bias);
   return plan;
 }
 
@@ -357,23 +359,26 @@ std::string forward_rejects(const Problem& p) {
   return {};
 }
 
-std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
-                                                     std::vector<std::string>* rejected) {
-  std::vector<Fitting<ForwardPlan>> tiles;
+namespace {
+
+/// Adds those that take a bool mask as bits, or all others.
+void add_candidates(const Problem& p, const Card& card, bool bits,
+                    std::vector<Fitting<ForwardPlan>>* tiles, std::vector<std::string>* rejected) {
   const bool codes = p.dtypes.q == DType::kE4M3;
   // Of expressions those of d from 65 to 128 alone were measured with other tiles.
   const int64_t dim = std::max(p.d, p.dv);
-  const bool biased = p.has(Arg::kBias) || (p.expressions.given() && (dim <= 64 || dim > 128));
-  const auto scores = biased            ? Tile::kBiased
-                      : p.dropout_p > 0 ? Tile::kDropped
-                      : transforms(p)   ? Tile::kTransformed
-                                        : Tile::kPlain;
+  const bool biased =
+      !bits && (p.has(Arg::kBias) || (p.expressions.given() && (dim <= 64 || dim > 128)));
+  const int scores = (bits ? Tile::kMasked : 0) | (biased            ? Tile::kBiased
+                                                   : p.dropout_p > 0 ? Tile::kDropped
+                                                   : transforms(p)   ? Tile::kTransformed
+                                                                     : Tile::kPlain);
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
-    if (!fits || (tile.scores & scores) == 0) continue;
+    if (!fits || (tile.scores & scores) != scores) continue;
     if (tile.codes == Tile::kCodes && !codes) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
-    Fitting<ForwardPlan> t{common(p), 0, {}};
+    Fitting<ForwardPlan> t{common(p, bits), 0, {}};
     if (tile.consumers == 1 && t.plan.value_dim == 112) continue;  // its O leaves no registers
     const bool centers = t.plan.centers_v();
     if (centers && tile.block_keys % kernels::k_step(kernels::kE4M3) != 0) continue;
@@ -396,14 +401,23 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
       continue;
     }
     t.plan.store = store_of(p, t.plan.q_stages > 1 && !centers);
-    t.cycles = predict(t.plan, p, card);
+    t.cycles = predict(t.plan, p, card) + packing_cycles(p, t.plan, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));
     if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged() && !biased) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
     }
-    tiles.push_back(std::move(t));
+    tiles->push_back(std::move(t));
   }
+}
+
+}  // namespace
+
+std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Card& card,
+                                                     std::vector<std::string>* rejected) {
+  std::vector<Fitting<ForwardPlan>> tiles;
+  add_candidates(p, card, false, &tiles, rejected);
+  if (packs_mask(p)) add_candidates(p, card, true, &tiles, rejected);
   return tiles;
 }
 

@@ -210,5 +210,5 @@ template <bool masks = true, class Params>
 __device__ __forceinline__ float exponent_up_to(const Params& p, const ScoreContext& at, float s, float bias,
                                                 float shift, float limit) {
   const float x = exponent<masks>(p, at, s, bias, shift);
-  return kBias || kScoreMod ? min_or_nan(x, limit) : x;
+  return (kBias && !kMaskBits) || kScoreMod ? min_or_nan(x, limit) : x;
 }

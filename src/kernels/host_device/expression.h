@@ -38,8 +38,20 @@ struct SeenWords {
   FULGUR_SHARED bool has_spans() const { return block > kWordsAtOnce; }
 };
 
+// A bool mask as bits (attention/mask_bits.cu), of which each thread of a warpgroup has a word for 64 columns of its
+// accumulators: of a strip of 64 rows of scores over 64 keys, or, where kernels walk by keys, of 64 keys over a strip.
+// A bit is 1 where a key is seen, and where there is no row; 0 where there is no key.
+enum : int { kMaskWordColumns = 64, kMaskThreads = 128 };
+struct MaskBits {
+  u32* words;                    // [batches][heads][strips, or 64 keys][tiles][words of a tile][kMaskThreads]
+  u32* states;                   // of the words of all threads, a byte of MaskStates of each warp
+  long long batch, head, strip;  // words to the next; 0 where all have the same
+};
+enum MaskStates : int { kShowsSome = 1, kHidesSome = 2 };  // of the rows and keys that there are
+
+// With expressions, or with a mask of bits (FULGUR_MASK_BITS), which have a map.
 struct ExpressionArguments {
-#if !defined(__CUDACC__) || defined(FULGUR_EXPRESSIONS)
+#if !defined(__CUDACC__) || defined(FULGUR_EXPRESSIONS) || defined(FULGUR_MASK_BITS)
   ExpressionTensor tensors[kMaxExpressionTensors];
   int words[kMaxExpressionWords];  // bits of literals
   int log_scores;                  // of the scores that may enter a sum: 2^log_scores at most
@@ -47,6 +59,7 @@ struct ExpressionArguments {
   SeenWords map;                   // kMapsTiles
   SeenWords map_of_rows;           // the same by blocks of rows, of a map by tiles of keys where kernels want both
   int batch, head, queries, keys;  // kPart: the first sequence and head of the whole call, and the lengths there
+  MaskBits bits;                   // kMaskBits
 #endif
 };
 

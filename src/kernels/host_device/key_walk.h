@@ -23,7 +23,8 @@ struct KeyWalk {
   int tile;                    // the walk is here
   int last;                    // and ends after this one
   int skip_front, skip_back;   // tiles of the q tile before and after those, of which the strip sees nothing
-  int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows
+  int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows; with a map what consumers
+                               // hear of a tile, ToldTile::partial, and with kMaskBits where the strip's words begin
   int sk;
   int diagonal;  // of the first row
 
@@ -61,8 +62,11 @@ FULGUR_SHARED KeyWalk walk_as_told(const Band& band, const Lengths& n, bool any,
 struct alignas(16) ToldTile {
   int tile;
   int last;     // the walk ends after this one
-  int partial;  // 1: some row does not see all of it
+  int partial;  // 1: some row does not see all of it; kMaskBits: bits of TileHides
+  int next;     // kMaskBits: the tile after it, if the mask hides some key there; or else -1
 };
+enum TileHides : int { kBoundsHide = 1, kBitsHide = 2 };  // the bounds of the call, a mask of bits
+
 
 // Where a strip lies.
 struct Place {

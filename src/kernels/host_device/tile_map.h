@@ -1,8 +1,10 @@
-// The map of tiles of a call whose mask no closed form says: which tiles of scores some row sees a key of, and of these
-// which are partial, because some row does not see some key. attention/tile_map.cu makes it before the attention
-// kernel, which walks over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones.
+// The map of tiles of a call whose mask no closed form says, of mask_mod or of a bool mask: which tiles of scores some
+// row sees a key of, and of these which are partial, because some row does not see some key; with a bool mask because
+// it hides one, whatever the bounds of the call do. attention/tile_map.cu or attention/mask_bits.cu makes it before the
+// attention kernel, which walks over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial
+// ones.
 //
-// kernel_config.h of attention/tile_map.cu has, with the constants of a mask and of lengths, which
+// kernel_config.h of these has, with the constants of a mask and of lengths, which
 // sm90/forward/params.h lists:
 //   kBlockStrips    strips of a block of rows (host_device/strips.h); 0: its rows are
 //   kBlockRows      as many, and blocks begin at multiples of them
@@ -27,6 +29,12 @@ struct MapShape {
   int row_blocks, key_tiles;
 };
 
+// How many masks attention/mask_bits.cu packs, and of what.
+struct MaskShape {
+  int batches, heads;  // 1 where all have the same
+  int lines, cells;    // strips of 64 rows, or of 64 keys where the map is by keys, and words of a thread in each
+};
+
 FULGUR_SHARED int map_words(int tiles) { return (tiles + 31) / 32; }
 
 // With the span of a block that has one.
@@ -36,6 +44,7 @@ FULGUR_SHARED int block_words(int tiles) { return map_words(tiles) + (map_words(
 
 struct TileMapParams : AttentionParams {
   fulgur::kernels::MapShape shape;
+  fulgur::kernels::MaskShape mask;        // kMaskBits
   fulgur::kernels::PanelHull* row_hulls;  // [batches][heads][row blocks][kRowPanels]
   fulgur::kernels::PanelHull* key_hulls;  // [batches][key tiles][kKeyPanels]
   fulgur::kernels::u64* words;            // those of the map, from the first span on

@@ -102,6 +102,10 @@ TEST_F(DocumentedDetails, AreAll) {
   ForwardCall masked = forward_call({});
   masked.options.mask_mod = parse_expression("q >= k");
   add(masked.args, masked.options);
+  ForwardCall packed_mask =
+      forward_call({.batch = 8, .sq = 8192, .sk = 8192, .bias = DType::kBool});
+  packed_mask.args.bias.strides[1] = 0;
+  add(packed_mask.args, packed_mask.options);
   BackwardCall of_a_paper = backward_call({});
   of_a_paper.options.algorithm = "fa1";
   add(of_a_paper.args, of_a_paper.options);

@@ -56,6 +56,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_backward_reduce", sizeof(BackwardParams)},
     {"fulgur_backward_repair", sizeof(BackwardParams)},
     {"fulgur_panel_hulls", sizeof(TileMapParams)},
+    {"fulgur_pack_mask", sizeof(TileMapParams)},
     {"fulgur_tile_map", sizeof(TileMapParams)},
     {"fulgur_map_of_rows", sizeof(TileMapParams)}};
 

@@ -140,6 +140,35 @@ TEST(Sm90Plan, CutsNoBlocksWithoutRoomForTheirParts) {
   }
 }
 
+// A bool mask comes as bits where that is faster: of long calls, if heads share it.
+TEST(Sm90Plan, PacksLongBoolMasksThatHeadsShare) {
+  const auto masked = [](test::ForwardShape shape, bool of_heads = false) {
+    shape.bias = DType::kBool;
+    Problem p = forward_problem(shape);
+    if (!of_heads) p.bias.head = 0;
+    return p;
+  };
+  const test::ForwardShape longer{.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .hk = 16};
+  const Problem p = masked(longer);
+  const ForwardPlan bits = plan_of(p);
+  EXPECT_TRUE(bits.mask_bits && bits.maps_tiles);
+  EXPECT_EQ(bits.tile().text(), "sm90_forward_bits 192 x 80");  // that of a plain call
+  EXPECT_GE(workspace_of(p, bits).end, 4096 * 4096 / 8);
+  EXPECT_TRUE(describe(bits).details.get<bool>("packs_mask"));
+  EXPECT_FALSE(plan_of(masked({.batch = 1, .sq = 128, .sk = 128})).mask_bits);
+  EXPECT_FALSE(plan_of(masked(longer, true)).mask_bits);
+  test::ForwardShape other = longer;
+  other.invariant = true;
+  EXPECT_FALSE(plan_of(masked(other)).mask_bits);
+  other = longer;
+  other.packed = true;
+  EXPECT_FALSE(plan_of(masked(other)).mask_bits);
+  other = longer;
+  other.max_workspace = 1 << 20;
+  EXPECT_FALSE(plan_of(masked(other)).mask_bits);
+  EXPECT_FALSE(plan_of(forward_problem({.sq = 4096, .sk = 4096, .bias = DType::kBF16})).mask_bits);
+}
+
 // The tile of an invariant call must not depend on the batch, and so not on what a workspace takes.
 TEST(Sm90Plan, AllTilesOfInvariantCallsWantTheSame) {
   for (const int64_t batch : {1, 50}) {

@@ -22,7 +22,7 @@ enum : int {
   kScoresAhead = !kKeyGradients,  // the second product is S^T of the next step
   kOverlaps = kLeavesOut || (kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96)),
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
-  kMaskRegisters = kBias == 1 + kBool ? 16 : 0,
+  kMaskRegisters = kBiasTile == 1 + kBool ? 16 : kMaskBits ? 8 : 0,
   kHeldRegisters = (kKeyGradients ? kHeadDim / 2 + kValueDim / 2 : kBlockRows / 2) + kBlockRows / 2 +
                    kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) + kMaskRegisters,
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
@@ -129,12 +129,31 @@ struct OwnKeys {
 // The descriptor of a tile of Q or dO as the right operand of a product over dims.
 __device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
 
+// The words of a bool mask of a step's scores, kMaskBits.
+struct StepMask {
+  u32 words[max_of(kMaskWords, 1)];
+
+  // Those that begin at a place that MaskPlaces says.
+  template <class Params>
+  __device__ __forceinline__ void load(const Params& p, int place) {
+    if constexpr (kMaskBits) {
+      if (place < 0) return;
+      const MaskBits& bits = p.expression.bits;
+      const u32* const at = bits.words + place + consumer() * bits.strip + threadIdx.x % kMaskThreads;
+#pragma unroll
+      for (int i = 0; i < kMaskWords; ++i) words[i] = load_mask_word(at + (kBiasRows ? i * kMaskThreads : 0));
+    }
+  }
+};
+
 // S^T = K Q^T of a block's first step. `meanwhile` runs during the product.
 template <class Meanwhile>
-__device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q, OwnKeys& own,
-                                             float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
+__device__ __forceinline__ void first_scores(const BackwardParams& p, const KBuffer& k, const QBuffers& q,
+                                             OwnKeys& own, float (&X)[kBlockRows / 2], StepMask& mask,
+                                             const Meanwhile& meanwhile) {
   own.load_k(k.address());
   q.wait_full();
+  if (kMaskBits) mask.load(p, load_shared(mask_places_of(q)));
   wgmma_fence();
   own.K.issue_scores(X, along(q.address()), 0);
   meanwhile();
@@ -144,13 +163,14 @@ __device__ __forceinline__ void first_scores(const KBuffer& k, const QBuffers& q
 
 // The next key block, if there is one. If K has two stages, its first scores are computed while `meanwhile` runs.
 template <class Meanwhile>
-__device__ __forceinline__ KeyBlock next_block(const KBuffer& k, const QBuffers& q, OwnKeys& own,
-                                               float (&X)[kBlockRows / 2], const Meanwhile& meanwhile) {
+__device__ __forceinline__ KeyBlock next_block(const BackwardParams& p, const KBuffer& k, const QBuffers& q,
+                                               OwnKeys& own, float (&X)[kBlockRows / 2], StepMask& mask,
+                                               const Meanwhile& meanwhile) {
   if (kKStages == 1) meanwhile();
   k.wait_full();
   const KeyBlock block = load_block(k);
   if (kKStages > 1) {
-    if (block.block >= 0 && block.state & kHasSteps) first_scores(k, q, own, X, meanwhile);
+    if (block.block >= 0 && block.state & kHasSteps) first_scores(p, k, q, own, X, mask, meanwhile);
     else meanwhile();
   }
   return block;
@@ -223,8 +243,9 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   OwnKeys own;
   float X[kBlockRows / 2];  // S^T, then dP^T
   float next_scores[kBlockRows / 2];  // kScoresAhead
+  StepMask mask;
   bool finite = true;       // dK and dV of the thread, kRoundsDq
-  for (KeyBlock block = next_block(k, q, own, X, [] {}); block.block >= 0;) {
+  for (KeyBlock block = next_block(p, k, q, own, X, mask, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
     float dK[kHeadDim / 2];
@@ -238,7 +259,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     };
 
     if (block.state & kHasSteps) {
-      if (kKStages == 1) first_scores(k, q, own, X, [] {});
+      if (kKStages == 1) first_scores(p, k, q, own, X, mask, [] {});
       v.wait_full();
       own.load_v(v.address());
 
@@ -251,13 +272,17 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll
         for (int j = 0; j < kBlockRows / 8; ++j) {
           float slope[4];
-          if constexpr (kBias != 0)
+          if constexpr (kBiasTile != 0)
             load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
           probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state & kMasked);
           if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
           if (kHasScoreSlope) slopes.packed[2 * j + 1] = ElementSlope::pack(slope[2], slope[3]);
         }
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
+        if constexpr (kMaskBits) {
+          if (step.state & kMaskHides) hide_by_bits(X, mask.words, 0);
+          mask.load(p, load_shared(mask_places_of(q) + 4));  // a step ahead
+        }
       };
       u32 P[kBlockRows / 4];  // P^T, then dS^T
       decide_dropout(step);
@@ -324,7 +349,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
               end_gradient<ElementDv, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
           register_fence(dK);
-          if (kBias) q.release_loaded(leader);
+          if (kBiasTile) q.release_loaded(leader);
           else q.release(leader);
           break;
         }
@@ -356,8 +381,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         exponentiate();
         wgmma_wait<0>();
         register_fence(dK);
-        if (kBias) fence_async_proxy();
-        if (kBias) __syncwarp();
+        if (kBiasTile) fence_async_proxy();
+        if (kBiasTile) __syncwarp();
         mbarrier_arrive_if(read, leader);
         pack_scores<ElementP>(X, P);
       }
@@ -366,7 +391,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     }
     k.release(leader);
 
-    block = next_block(k, q, own, X, [&, block] {
+    block = next_block(p, k, q, own, X, mask, [&, block] {
       finite &= end_gradient<ElementDk, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
       if (kCuts && block.state & kFirstPart) arrive_first_part(p);
     });

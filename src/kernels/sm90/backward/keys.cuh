@@ -90,20 +90,39 @@ struct OwnSteps<true, Params> : SeenSteps<Params> {
       : SeenSteps<Params>(p, block.batch, query_head(p, block), p.split_heads, block.block, begin, end, down) {}
 };
 
+// Where the words of a mask of bits begin of a step that the map shows, for the first 64 keys of the key block.
+template <class Params, class Steps>
+__device__ __forceinline__ int mask_place(const Params& p, const KeyBlock& block, const Steps& seen) {
+  if (!seen.more() || !seen.is_partial()) return -1;
+  const MaskBits& bits = p.expression.bits;
+  const int rows = kBiasRows ? seen.tile() * (kBlockRows / kMaskWordColumns) * kMaskThreads : 0;
+  return int(block.batch * bits.batch + (query_head(p, block) + seen.g) * bits.head +
+             block.block * (kBlockKeys / kMaskWordColumns) * bits.strip) +
+         rows;
+}
+
 // Loads them, as produce() does without a map.
-template <class Loader, class Steps>
-__device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader& load, const KeyBlock& block,
+template <class Params, class Loader, class Steps>
+__device__ __forceinline__ void load_seen_steps(const Params& p, Loader& load, const KeyBlock& block,
                                                 const Lengths& n, Steps& seen) {
   const int row_0 = statistics_row(n, kPacked, block.batch, p.sq);
   bool first = true;
+  MaskPlaces mask = {-1, -1};
+  if constexpr (kMaskBits) mask.here = mask_place(p, block, seen);
 #pragma unroll 1
   while (seen.more()) {
     const int tile = seen.tile(), g = seen.g;
     const int row = tile * kBlockRows;
     const int first_head = query_head(p, block);
     const int head = first_head + g;
-    int state = seen.is_partial() ? kMasked : 0;
+    int state = seen.is_partial() ? +(kMaskBits ? kMaskHides : kMasked) : 0;
+    if (kMaskBits) {  // the map does not say what the bounds of the call hide
+      const KeyRange all = keys_seen_by_all(band_of(p), n, row, min(row + kBlockRows, n.sq) - 1);
+      const int key = block.block * kBlockKeys;
+      if (is_partial(all, key, key + kBlockKeys)) state |= kMasked;
+    }
     if (!seen.next()) state |= kLastStep;
+    if constexpr (kMaskBits) mask.next = mask_place(p, block, seen);
     if (kOrderedDq)
       state |= kBlockBefore * seen_block_before(p, block.batch, head, tile, block.block, p.key_blocks.blocks,
                                                 block.state & kNextIsHigher);
@@ -115,10 +134,11 @@ __device__ __forceinline__ void load_seen_steps(const BackwardParams& p, Loader&
               g * p.score_tiles.head_tiles;
     const Step step = {place, row, head, state};
     const Source source = {n.q_start, n.sq, head, kPacked ? 0 : block.batch};
-    load.load_queries(block, step, source, statistics, first);
+    load.load_queries(block, step, source, statistics, first, mask);
     if constexpr (kKStages > 1)
       if (first) load.load_values(block, n);
     load.load_gradients(step, source, statistics);
+    mask.here = mask.next;
     first = false;
   }
 }

@@ -22,7 +22,7 @@ enum : int {
   kHeadRest = kKPanels - kHeadFront,
   kValueRest = kVPanels - kValueFront,
 };
-static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64);
+static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64 && !kMaskBits);
 static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == (kStoresDs ? 2 : 0));
 static_assert(kKeysLayout.bytes <= 232448);
 
@@ -163,7 +163,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
           for (int half = 0; half < 2; ++half) {
             const int j = 2 * part + half;
             float slopes[4];
-            if constexpr (kBias != 0) load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 0, j, bias);
+            if constexpr (kBiasTile != 0) load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 0, j, bias);
             probabilities(p, X, j, exponents, bias + 4 * half, slopes, step.state & kMasked);
             if (kHasScoreSlope) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
             if (kHasScoreSlope)
@@ -172,7 +172,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
           if (kHasScoreSlope && kDropout) mark(factors, part);
           if (kHasScoreSlope) exchange.store(part, factors);
         }
-        if (kBias) fence_async_proxy();
+        if (kBiasTile) fence_async_proxy();
         __syncwarp();
         q.release(leader);
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));

@@ -1,11 +1,12 @@
 // The layouts of shared memory and of dS in the workspace, for the constants of kernel_config.h.
 #pragma once
+#include "attention/mask_bits.cuh"
 #include "backward/layout.cuh"
 #include "sm90/backward/layout.h"
 
 __device__ constexpr BackwardTile kTile = {kOperands, kHeadDim, kValueDim, kConsumers, kBlockRows, kBlockKeys, kKStages,
                                            kQStages, kOStages,  kDsStages,  kRowTiles,  kRowStages, kDqStages,
-                                           kBias,    bool(kBiasRows)};
+                                           bool(kMaskBits), kBiasTile, bool(kBiasRows)};
 __device__ constexpr KeysLayout kKeysLayout =
     kBlockKeys < 64 * kConsumers ? keys_wide_layout(kTile) : keys_layout(kTile);
 __device__ constexpr RowsLayout kRowsLayout = rows_layout(kTile);
@@ -20,6 +21,7 @@ enum : int {
   kLastColumns = kHeadDim - 64 * (kDqPanels - 1),  // columns of the last panel of dQ
   kRowSteps = kBlockRows / kDsTileRows,              // dS tiles of a score tile along its rows
   kDsTilesOfScoreTile = kRowSteps * kBlockKeys / kDsTileKeys,
+  kMaskWords = kMaskBits ? kBlockRows / kMaskWordColumns : 0,  // of a thread, of a step
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
   kDqTilesOfStep = kRowSteps * kDqPanels,
   // The last key blocks may be cut into two work tiles.

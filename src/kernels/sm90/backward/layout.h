@@ -27,7 +27,8 @@ struct BackwardTile {
   Operands types;
   int head_dim, value_dim, consumers, block_rows, block_keys, k_stages, q_stages, o_stages, ds_stages, row_tiles;
   int row_stages, dq_stages;
-  int bias = 0;  // 1 + its element type; 0: there is none
+  bool mask_bits = false;
+  int bias = 0;  // 1 + its element type; 0: there is none, or bits of a mask
   bool bias_rows = false;
 };
 
@@ -58,7 +59,14 @@ enum StepState : int {
   kLastStep = 2,     // of its work tile
   kCounted = 4,      // kRoundsDq: the additions of the steps so far are counted after it
   kHeadOfSplit = 8,  // with dropout, without a map: times the number of the q head in its split
+  kMaskHides = 4,    // kMaskBits: the mask hides some key
   kBlockBefore = 8,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
+};
+
+// Where the words of a mask of bits begin of a step and of the next one, for the first 64 keys of the key block; -1 where
+// the mask hides nothing, or there is no step.
+struct MaskPlaces {
+  int here, next;
 };
 
 // What becomes of a dQ tile, kRoundsDq.
@@ -86,6 +94,7 @@ struct KeysLayout {
   int dq_tile;                                      // a DqTile for each stage of dQ
   int k_full, k_empty, v_full, v_empty, q_full, q_empty, o_full, o_empty, tail;
   int dropout_key;
+  int mask;      // kMaskBits: a MaskPlaces for each stage of Q
   int complete;  // kRoundsDq: a word for each stage of dQ, of bits of the 64 rows that its warp has completed
   int bytes;
 };
@@ -125,7 +134,8 @@ FULGUR_SHARED KeysLayout keys_layout_of(const BackwardTile& tile, int k_panels, 
   map.tail = map.o_empty + 8 * tile.o_stages;
   map.dropout_key = map.tail + 8;
   map.complete = map.dropout_key + 8;
-  map.bytes = map.complete + 4 * tile.dq_stages;
+  map.mask = (map.complete + 4 * tile.dq_stages + 7) / 8 * 8;
+  map.bytes = tile.mask_bits ? map.mask + int(sizeof(MaskPlaces)) * tile.q_stages : map.complete + 4 * tile.dq_stages;
   return map;
 }
 

@@ -31,11 +31,16 @@ __device__ __forceinline__ u32 delta_of(const OBuffers& o) {
   return o.smem + kKeysLayout.delta + 4 * kBlockRows * o.ring.stage();
 }
 
+// The MaskPlaces of the current stage of Q.
+__device__ __forceinline__ u32 mask_places_of(const QBuffers& q) {
+  return q.smem + kKeysLayout.mask + int(sizeof(MaskPlaces)) * q.ring.stage();
+}
+
 // The producer's loads of Q and dO, and what its loads of K and V have in common.
 struct StepLoader {
   enum : int {
     kStatisticsBytes = 4 * kBlockRows,
-    kBiasPanels = bias_panels(kBias, kBlockKeys),
+    kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
     kBiasBytes = kBiasPanels * (kBiasRows ? kBlockRows : 1) * kPanelRowBytes,
   };
 
@@ -111,17 +116,24 @@ struct StepLoader {
                  Keep::kShort);
   }
 
+  // Tells the consumers where the words of a mask of bits are, with the stage of Q.
+  __device__ __forceinline__ void store_mask_places(const MaskPlaces& mask) const {
+    store_shared(mask_places_of(q), mask.here);
+    store_shared(mask_places_of(q) + 4, mask.next);
+  }
+
   // Loads a tile of Q with its LSE and bias, LSE at row `statistics` of shift. An earlier kernel prepares LSE,
   // so that the first step of a work tile waits for it.
   __device__ __forceinline__ void load_queries(const KeyBlock& block, const Step& step, const Source& source,
-                                               long long statistics, bool first) {
+                                               long long statistics, bool first, const MaskPlaces& mask = {}) {
     q.wait_empty();
     load<ElementQ, kQPanels, kBlockRows>(q, &p.q_map, source, step.row, kPacked || kSeqUsedQ, Keep::kLong);
     if (first) wait_for_earlier_kernels();
     if (elect_one()) {
       store_shared_struct(step_of(q), step);
+      if (kMaskBits) store_mask_places(mask);
       mbarrier_arrive_expect(q.full(), kStatisticsBytes + kBiasBytes);
-      if (kBias) load_bias(block, step, source);
+      if (kBiasTile) load_bias(block, step, source);
       bulk_load(shift_of(q), p.shift + statistics, kStatisticsBytes, q.full(), Keep::kLong);
     }
     __syncwarp();

@@ -8,6 +8,7 @@
 #include "attention/bias_tile.cuh"
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
+#include "attention/mask_bits.cuh"
 #include "attention/seen_tiles.cuh"
 #include "sm90/forward/output.cuh"
 #include "sm90/forward/pipeline.cuh"
@@ -20,15 +21,28 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
   SeenTiles<> seen = walk_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block, keys.begin, keys.end,
                                    /*down=*/true);
   const bool any = seen.more();
-  if (kQStages > 1 || !any) load_q(any);
+  const int rightmost = kMaskBits && any ? seen.tile : 0;
+  const KeyTiles told = {rightmost, rightmost + any};  // what a view says of the tiles of a map
+  if (kQStages > 1 || !any) load_q(told);
   const Keys source = keys_of(p, q_tile, n);
+  // With bits of a mask the map does not say what the bounds of the call hide.
+  KeyRange seen_by_all = {0, 0};
+  if (kMaskBits) {
+    const int row = kStripRows * first_strip(n.sq, kConsumers, q_tile.block);
+    const int end = kStripRows * first_strip(n.sq, kConsumers, q_tile.block + 1);
+    seen_by_all = keys_seen_by_all(band_of(p), n, row, min(end, n.sq) - 1);
+  }
 #pragma unroll 1
   for (bool first = true; seen.more(); first = false) {
     const int tile = seen.tile;
-    const int partial = seen.is_partial();
-    load.tell({tile, seen.next() ? 0 : tile, partial});
+    int partial = seen.is_partial();
+    if (kMaskBits)
+      partial = (partial ? +kBitsHide : 0) |
+                (is_partial(seen_by_all, tile * kBlockKeys, (tile + 1) * kBlockKeys) ? +kBoundsHide : 0);
+    const bool more = seen.next();
+    load.tell({tile, more ? 0 : tile, partial, kMaskBits && more && seen.is_partial() ? seen.tile : -1});
     load.load_k(source, tile, strip_of);
-    if (kQStages == 1 && first) load_q(true);
+    if (kQStages == 1 && first) load_q(told);
     load.load_v(source, tile);
   }
 }
@@ -59,7 +73,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         break;
       }
       if constexpr (kMapsTiles) {
-        const auto load_q = [&](bool any) { load.load_q(tile, n, {0, any}, strip_of); };
+        const auto load_q = [&](const KeyTiles& told) { load.load_q(tile, n, told, strip_of); };
         load_seen_tiles(p, load, tile, n, keys, load_q, strip_of);
       } else {
         // With one buffer of Q, which the previous q tile may still be using, the first K comes before.
@@ -125,7 +139,7 @@ __device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p
 // dense bias.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
                                                  const KeyWalk& walk, int key, u32 bias) {
-  if constexpr (kMapsTiles && kScoreMode == 0 && kBias == 0) return;
+  if constexpr (kMapsTiles && kScoreMode == 0 && kBiasTile == 0) return;
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
   const int diagonal = walk.diagonal + row;
@@ -138,12 +152,22 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 8) {  // 16 keys
     float of_keys[8] = {};
-    if constexpr (kBias != 0) load_bias_of_strip(bias, 2 * i, of_keys);
-    if constexpr (kBiasRows != 0 && (kPacked || kSeqUsedQ)) clear_bias_after_sequence(p, walk, view, of_keys);
+    if constexpr (kBiasTile != 0) load_bias_of_strip(bias, 2 * i, of_keys);
+    if constexpr (kBiasTile != 0 && kBiasRows != 0 && (kPacked || kSeqUsedQ))
+      clear_bias_after_sequence(p, walk, view, of_keys);
 #pragma unroll
     for (int j = i; j < i + 8; ++j)
       S[j] = score<!kMapsTiles>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
   }
+}
+
+// The words of a tile of a mask of bits, of a strip whose words begin at `first`: all ones without a tile.
+template <class Params, int words>
+__device__ __forceinline__ void load_mask_words(const Params& p, u32 (&mask)[words], int first, int tile) {
+  const int mine = first + tile * (words * kMaskThreads) + int(threadIdx.x % kMaskThreads);
+  const u32* const at = p.expression.bits.words + mine;
+#pragma unroll
+  for (int i = 0; i < words; ++i) mask[i] = tile < 0 ? ~0u : load_mask_word(at + i * kMaskThreads);
 }
 
 // -inf for the scores that mask_mod hides, likewise.
@@ -173,7 +197,8 @@ __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u3
 __device__ __forceinline__ void clear_rows_after_sequence(const ForwardParams& p, const KeyWalk& walk, u32 view,
                                                           u32 strip, u32 barrier) {
   if (!walk.more()) return;
-  const int valid = valid_rows(p, walk, view);
+  int valid = valid_rows(p, walk, view);
+  if (kMapsTiles) valid = max(valid, 0);  // strips walk alike, those that do not exist, too
   if (valid >= kStripRows) return;
   for (int panel = 0; panel < kQPanels; ++panel)
     for (int at = valid * kPanelRowBytes + 16 * int(threadIdx.x % 128); at < kStripPanelBytes; at += 16 * 128)
@@ -204,14 +229,16 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if constexpr (kPairs) keys.release(leader);
     else values.release(leader);
   };
-  const auto take_tile = [&](KeyWalk& walk) {  // K of the walk's next tile, which the producer tells of
+  const auto hear = [&](KeyWalk& walk) {  // what the producer tells of the tile of K
+    const ToldTile told = load_shared_struct_uniform<ToldTile>(told_address(keys));
+    walk.tile = told.tile;
+    walk.last = told.last;
+    walk.full_end = told.partial;
+    return told.next;
+  };
+  const auto take_tile = [&](KeyWalk& walk) {  // K of the walk's next tile
     keys.wait_full();
-    if constexpr (kMapsTiles) {
-      const ToldTile told = load_shared_struct_uniform<ToldTile>(told_address(keys));
-      walk.tile = told.tile;
-      walk.last = told.last;
-      walk.full_end = told.partial;
-    }
+    if constexpr (kMapsTiles && !kMaskBits) hear(walk);
   };
   const auto skip = [&](int count) {  // key tiles that only other warpgroups see
 #pragma unroll 1
@@ -260,12 +287,34 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       }
       transform_scores(p, S, view, walk, key,
                        keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes);
-      if (kBias) keys.release_loaded(leader);
+      if (kBiasTile) keys.release_loaded(leader);
+      if constexpr (kMaskBits) return;  // the caller hides
       const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
       if (masked) hide_keys<true>(S, visible, key);
-      if constexpr (kMapsTiles)
+      if constexpr (kMapsTiles && !kMaskBits)
         if (masked) hide_by_mask_mod(p, S, view, walk.diagonal, key);
     };
+    // Words of the mask come a tile ahead, once those of this one are used: all ones where it hides nothing.
+    u32 mask[max_of(kMaskWords, 1)];
+    const auto load_mask = [&](int tile) {
+      if constexpr (kMaskBits) load_mask_words(p, mask, walk.full_begin, tile);
+    };
+    const auto hide = [&](int next) {  // as the producer has told of this tile, and `next`
+      if constexpr (kMaskBits) {
+        if constexpr (kBiasRows && kSeqUsedQ) {  // rows after the end of a sequence are seen
+          const int valid = valid_rows(p, walk, view) - int(warp_row() + thread_row());
+          const u32 ones = (valid <= 0 ? 0xffffu : 0) | (valid <= 8 ? 0xffff0000u : 0);
+#pragma unroll
+          for (u32& word : mask) word |= ones;
+        }
+        hide_by_bits(S, mask, -infinity());
+        // This branch keeps the selections before what the caller waits for.
+        if (walk.full_end & kBoundsHide)
+          hide_keys<true>(S, visible, walk.tile * kBlockKeys + int(thread_column()));
+        load_mask(next);
+      }
+    };
+    if (kMaskBits && walk.more()) load_mask(walk.tile);
     Kept<kBlockKeys> kept;
     const auto decide_dropout = [&] {  // with the products
       if (!kDropout) return;
@@ -300,10 +349,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       issue_scores(S, q, k_operand());
       if (kOThroughQ) release_q();
       decide_dropout();
+      const int next = kMaskBits ? hear(walk) : 0;
       wgmma_wait<0>();
       register_fence(S);
-      if (!kBias) keys.release(leader);
+      if (!kBiasTile) keys.release(leader);
       adjust_scores(true);
+      hide(next);
       softmax_step<true>(S, P, O, rows, scale.then);
       if (kDropout) kept.drop(P);
 
@@ -346,18 +397,45 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         wgmma_fence();
         issue_scores(S, q, k_operand());
         issue_values(O, P, v_operand());
-        decide_dropout();
-        if constexpr (!kPairs) {
-          wgmma_wait<1>();
-          if (!kBias) keys.release(leader);
+        if constexpr (kMaskBits) {
+          // A mask hides while O += P V is multiplied; but where it hides nothing, no branch comes between the waits
+          // and the softmax, whose first exponentials the compiler moves up.
+          const int next = hear(walk);
+          decide_dropout();
+          const auto finish_tile = [&](bool hides) {
+            wgmma_wait<1>();
+            keys.release(leader);
+            if (hides) {
+              register_fence(S);
+              adjust_scores(false);
+              hide(next);
+            } else {
+              load_mask(next);
+            }
+            wgmma_wait<0>();
+            register_fence(S);
+            register_fence(O);
+            release_values();
+            if (!hides) adjust_scores(false);
+            softmax_step<false>(S, P, O, rows, scale.then);
+            if (kDropout) kept.drop(P);
+          };
+          if (walk.full_end) finish_tile(true);
+          else finish_tile(false);
+        } else {
+          decide_dropout();
+          if constexpr (!kPairs) {
+            wgmma_wait<1>();
+            if (!kBiasTile) keys.release(leader);
+          }
+          wgmma_wait<0>();
+          register_fence(S);
+          register_fence(O);
+          release_values();
+          adjust_scores(false);
+          softmax_step<false>(S, P, O, rows, scale.then);
+          if (kDropout) kept.drop(P);
         }
-        wgmma_wait<0>();
-        register_fence(S);
-        register_fence(O);
-        release_values();
-        adjust_scores(false);
-        softmax_step<false>(S, P, O, rows, scale.then);
-        if (kDropout) kept.drop(P);
       }
 
       // O += P V of the leftmost tile.

@@ -1,10 +1,11 @@
 // The sizes and the map of shared memory that kernel_config.h leads to, and the named barriers.
 #pragma once
+#include "attention/mask_bits.cuh"
 #include "device/operands.cuh"
 #include "sm90/forward/layout.h"
 
 __device__ constexpr ForwardLayout kLayout =
-    forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBias,
+    forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBiasTile,
                     bool(kBiasRows), bool(kPairs), bool(kMapsTiles)});
 static_assert(kLayout.end <= kLayout.bytes);
 static_assert(!kPairs || (kKStages == kVStages && !kBias && !kMapsTiles));
@@ -22,7 +23,8 @@ enum : int {
   // Of wide heads the tensor cores bind, and a strip's softmax overlaps with its own products; others want registers.
   kPInTurns = kCentersV && kValueDim > 128 && kScoreMode == 0,
   kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
-  kBiasPanels = bias_panels(kBias, kBlockKeys),
+  kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
+  kMaskWords = kMaskBits ? (kBlockKeys + kMaskWordColumns - 1) / kMaskWordColumns : 0,  // of a thread, of a key tile
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };

@@ -15,7 +15,7 @@ enum : int {
 struct ForwardTile {
   Operands types;
   int head_dim, value_dim, consumers, block_keys, q_stages, k_stages, v_stages;
-  int bias = 0;  // 1 + its element type; 0: there is none
+  int bias = 0;  // 1 + its element type; 0: there is none, or bits of a mask
   bool bias_rows = false;
   bool pairs = false;  // a buffer of K and one of V have their barriers together
   bool maps_tiles = false;

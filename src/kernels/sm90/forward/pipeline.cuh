@@ -61,6 +61,13 @@ __device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_he
     prefetch_global(means + i);
 }
 
+// The words of a strip in a mask of bits, kMaskBits: those of the thread of number 0 and of key tile 0.
+template <class Params>
+__device__ __forceinline__ int first_mask_word(const Params& p, const QTile& tile, int row) {
+  const MaskBits& bits = p.expression.bits;
+  return int(tile.batch * bits.batch + tile.head * bits.head + row / kStripRows * bits.strip);
+}
+
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
 struct Loader {
   const ForwardParams& p;
@@ -87,6 +94,11 @@ struct Loader {
       for (int strip = 0; strip < kConsumers; ++strip) {
         View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
         if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin < keys.end, strip_of(strip).row);
+        if constexpr (kMaskBits) {
+          const int row = strip_of(strip).row;
+          view.walk.tile = keys.begin;
+          view.walk.full_begin = first_mask_word(p, tile, row < n.sq ? row : 0);
+        }
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
       if (tile.block < 0) {
@@ -151,7 +163,7 @@ struct Loader {
     k.wait_empty();
     load_tile<ElementK, kKPanels>(k.address(), &p.k_map, k.full(), keys, key_tile,
                                   kBiasTiles * kBiasPanels * kBiasBoxBytes);
-    if (kBias && elect_one()) {
+    if (kBiasTile && elect_one()) {
 #pragma unroll
       for (int strip = 0; strip < kBiasTiles; ++strip)
 #pragma unroll
