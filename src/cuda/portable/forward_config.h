@@ -18,6 +18,7 @@ struct ForwardKey : AnyForwardKey {
   int block_keys = 0;   ///< Bc
   int stages = 0;       ///< buffers of K and V
   bool q_in_registers = false;
+  int q_kept = 0;              ///< steps of 16 columns of Q in registers besides shared memory
   int residents = 1;           ///< CTAs that an SM has room for
   bool whole_columns = false;  ///< d and dv are head_dim and value_dim
   bool dropout = false;
@@ -33,6 +34,7 @@ struct ForwardKey : AnyForwardKey {
     f("kBlockKeys", block_keys);
     f("kStages", stages);
     f("kQInRegisters", q_in_registers);
+    f("kQKept", q_kept);
     f("kResidents", residents);
     f("kWholeColumns", whole_columns);
     f("kDropout", dropout);

@@ -36,6 +36,7 @@ struct Tile {
   bool q_in_registers;
   int residents;
   int scores;  ///< what its scores may be besides products
+  int q_kept = 0;
 };
 constexpr int kUntransformed = Tile::kPlain | Tile::kCrowded | Tile::kCrowdedPacked;
 constexpr int kUnbiased = kUntransformed | Tile::kTransformed | Tile::kDropped;
@@ -45,15 +46,17 @@ constexpr Tile kTiles[] = {
     {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},
     {0, 64, 1, 1, 64, 2, true, 3, kUnbiased | Tile::kBiased},
     {0, 64, 1, 1, 64, 2, true, 2, Tile::kBiasedDropped | Tile::kBiasedCrowded | Tile::kAllCrowded},
-    {64, 128, 2, 2, 48, 1, false, 2, Tile::kPlain},
-    {64, 128, 2, 2, 32, 1, false, 2, kUnbiased & ~Tile::kPlain},
+    {64, 128, 2, 2, 64, 2, false, 2, Tile::kPlain},
+    {64, 128, 2, 2, 48, 2, false, 2, Tile::kPlain},
+    {64, 128, 2, 2, 32, 2, false, 2, kUnbiased & ~Tile::kPlain},
     {64, 128, 2, 1, 64, 2, true, 1, kNotAll},
     {64, 128, 1, 1, 64, 1, false, 2, kNotAll},
     {64, 128, 1, 1, 32, 1, false, 2, Tile::kAllCrowded},
     {128, 192, 2, 1, 64, 1, false, 1, kAny},
     {128, 192, 1, 1, 64, 1, false, 2, kAny},
     {192, 256, 2, 1, 64, 1, false, 1, Tile::kPlain | Tile::kCrowded},
-    {192, 256, 1, 1, 64, 1, false, 2, kUntransformed},
+    {192, 256, 1, 1, 64, 1, false, 2, Tile::kPlain, 6},
+    {192, 256, 1, 1, 64, 1, false, 2, kUntransformed & ~Tile::kPlain},
     {192, 256, 1, 1, 32, 1, false, 2, kAny},
 };
 
@@ -82,8 +85,8 @@ ForwardPlan common(const Problem& p) {
 }
 
 /// What the scores of a problem are besides products. What takes the registers that the widest
-/// plain tile would need: a bound of keys on the left, lengths of q, and ptxas from compute
-/// capability 10.0 on, whatever the options.
+/// plain tile would need: a bound of keys on the left, lengths of q, a tree mask, and ptxas from
+/// compute capability 10.0 on, whatever the options.
 int scores_of(const Problem& p, const Card& card) {
   const AnyForwardKey key = any_forward_key(p);
   const bool crowds = card.target.capability >= 100, dropped = p.dropout_p > 0;
@@ -94,7 +97,7 @@ int scores_of(const Problem& p, const Card& card) {
   if (dropped) return Tile::kDropped;
   if (transforms(p)) return Tile::kTransformed;
   if (key.has_left && key.packed) return Tile::kCrowdedPacked;
-  return crowds || key.has_left || key.seqused_q ? Tile::kCrowded : Tile::kPlain;
+  return crowds || key.has_left || key.seqused_q || key.tree ? Tile::kCrowded : Tile::kPlain;
 }
 
 /// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
@@ -173,6 +176,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
   const int scores = scores_of(p, card);
+  bool wide = false;
   for (const Tile& tile : kTiles) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;
@@ -182,6 +186,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
     t.plan.block_keys = tile.block_keys;
     t.plan.stages = tile.stages;
     t.plan.q_in_registers = tile.q_in_registers;
+    t.plan.q_kept = p.cache.paged() ? 0 : tile.q_kept;  // whose addresses take registers
     t.plan.shared_bytes = t.plan.layout().bytes;
     if (t.plan.shared_bytes > card.shared_bytes) {
       rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
@@ -190,6 +195,15 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
       continue;
     }
     const int fit = card.sm_shared_bytes / (t.plan.shared_bytes + kReservedBytes);
+    if (tile.warp_strips > 1) {  // of wide tiles the one with the most keys
+      if (wide || fit < tile.residents) {
+        rejected->push_back(fmt::format(
+            "tile {}: {}", t.plan.tile().text(),
+            wide ? "another wide one has more keys" : "an SM has no room for two of its CTAs"));
+        continue;
+      }
+      wide = true;
+    }
     t.plan.residents = std::clamp(fit, 1, tile.residents);
     t.cycles = predict(t.plan, p, card);
     if (tile.warp_strips > 1 && card.mma_rate < kFastRate) {

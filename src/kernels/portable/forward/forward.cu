@@ -11,13 +11,13 @@
 #include "portable/forward/products.cuh"
 
 // A strip of a q tile.
-struct Strip {
+struct QStrip {
   int row;         // its first; n.sq: there is none
   KeyTiles tiles;  // of which its rows see something
   KeyTiles full;   // of which all of its rows see everything
 };
 
-__device__ __forceinline__ Strip strip_at(const PortableForwardParams& p, const Lengths& n, int row) {
+__device__ __forceinline__ QStrip strip_at(const PortableForwardParams& p, const Lengths& n, int row) {
   return {row, key_tiles(band_of(p), n, kBlockKeys, row, min(row + kStripRows, n.sq) - 1),
           full_tiles_of_strip(p, n, row)};
 }
@@ -42,7 +42,7 @@ struct TileWalk<true> : SeenTiles<> {
 
 // Scores of the products of a strip with a key tile: softcap, ALiBi, bias, and -inf where the mask hides a key.
 __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, float (&S)[kBlockKeys / 2],
-                                              const ScoreHead& head, const Strip& strip, const Lengths& n, int batch,
+                                              const ScoreHead& head, const QStrip& strip, const Lengths& n, int batch,
                                               int tile, bool masked) {
   const int key = tile * kBlockKeys + int(thread_column());
   // The compiler would divide ahead of the loop, and keep what comes of it where registers are full.
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
   KeyValueTiles kv(p, smem, q_tile, n, walk);
   const int first_of_warp = kStrips == kWarpStrips ? 0 : uniform(threadIdx.x / 128) * kWarpStrips;
   Queries q(smem, first_of_warp);
-  if (kQInRegisters) {
+  if (kKeptSteps > 0) {
     async_copy_wait<1>();
     __syncthreads();
     q.load();
@@ -118,7 +118,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
 
   const float c = score_factor(p);
   const ScoreHead head = score_head(p, n, q_tile.batch, q_tile.head);
-  Strip strips[kWarpStrips];
+  QStrip strips[kWarpStrips];
   Rows rows[kWarpStrips];
   float O[kWarpStrips][kValueDim / 2];
 #pragma unroll
@@ -134,10 +134,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     const int tile = walk.tile;
     bool masked[kWarpStrips];
 #pragma unroll
-    for (int s = 0; s < kWarpStrips; ++s) masked[s] = walk.is_masked(strips[s].full);
+    for (int s = 0; s < kWarpStrips; ++s) masked[s] = walk.is_masked(strips[kAllSteps && !kHidesKeys ? 0 : s].full);
     walk.next();
     // With one strip a warp may see nothing of a tile that others see.
-    const bool sees = kWarpStrips > 1 || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);
+    const bool sees = kWarpStrips > 1 || !kHidesKeys || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);
     float S[kWarpStrips][kBlockKeys / 2];
     u32 P[kWarpStrips][kBlockKeys / 4];
     const u32 k = kv.keys(tile, walk);
@@ -157,7 +157,21 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     }
   }
 
+  if constexpr (kAllSteps != 0) {  // which rows these are is found anew, as the loop has no registers for it
+    u32 cta[1] = {blockIdx.x};
+    register_fence(cta);
+    const QTile done = q_tile_of(p.work, p.hq, /*splits=*/false, band_of(p), int(cta[0]));
+    const Lengths of_done = lengths_of(p, done.batch);
+    const int first_done = first_strip(of_done.sq, kStrips, done.block) + first_of_warp;
+    const int end_done = first_strip(of_done.sq, kStrips, done.block + 1);
 #pragma unroll
-  for (int s = 0; s < kWarpStrips; ++s)
-    finish(p, {strips[s].row, q_tile.head, q_tile.batch, -1}, n, tiles, rows[s], O[s]);
+    for (int s = 0; s < kWarpStrips; ++s) {
+      const int row = first_done + s < end_done ? kStripRows * (first_done + s) : of_done.sq;
+      finish(p, {row, done.head, done.batch, -1}, of_done, tiles, rows[s], O[s]);
+    }
+  } else {
+#pragma unroll
+    for (int s = 0; s < kWarpStrips; ++s)
+      finish(p, {strips[s].row, q_tile.head, q_tile.batch, -1}, n, tiles, rows[s], O[s]);
+  }
 }

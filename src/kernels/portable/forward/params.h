@@ -11,6 +11,7 @@
 //   kBlockKeys      Bc, a multiple of 16
 //   kStages         buffers of K and V, 1 or 2
 //   kQInRegisters   1: Q stays in registers, and K and V take its shared memory; needs two stages
+//   kQKept          steps of 16 columns of Q that stay in registers besides; 0 with kQInRegisters
 //   kResidents      CTAs that an SM has room for
 //   kStore          how O leaves: kStoreRows, 16 bytes at a time, or kStoreElements, where rows of O are not multiples
 //                   of 16 bytes, strides and base included

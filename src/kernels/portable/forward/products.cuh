@@ -4,7 +4,10 @@
 #include "attention/fragment.cuh"
 #include "portable/forward/load.cuh"
 
-// The Q of a warp: in shared memory, or all of it in registers.
+// Steps of 16 columns of Q that registers keep: all of them, or the first kQKept while all lie in shared memory.
+enum : int { kKeptSteps = kQInRegisters ? kHeadDim / 16 : kQKept };
+
+// The Q of a warp: in shared memory, or in registers.
 class Queries {
  public:
   // `strip`: the first of the warp's in the CTA.
@@ -14,32 +17,56 @@ class Queries {
   }
   // Once Q is there, for all warps.
   __device__ __forceinline__ void load() {
-    if constexpr (kQInRegisters) {
 #pragma unroll
-      for (int strip = 0; strip < kWarpStrips; ++strip)
+    for (int strip = 0; strip < kWarpStrips; ++strip)
 #pragma unroll
-        for (int step = 0; step < kSteps; ++step) load_shared_matrices(place(strip, step), fragments_[strip][step]);
-    }
+      for (int step = 0; step < kKeptSteps; ++step) load_shared_matrices(place(strip, step), kept_[strip][step]);
   }
-  // 16 columns of the rows of a strip.
+  // 16 columns of the rows of a strip. `kept`: of the first kKeptSteps.
+  template <bool kept>
   __device__ __forceinline__ void get(int strip, int step, u32 (&a)[4]) const {
-    if constexpr (kQInRegisters) {
+    if constexpr (kept) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = fragments_[strip][step][i];
+      for (int i = 0; i < 4; ++i) a[i] = kept_[strip][step][i];
     } else {
       load_shared_matrices(place(strip, step), a);
     }
   }
 
  private:
-  enum : int { kSteps = kQInRegisters ? kHeadDim / 16 : 1 };
-
   __device__ __forceinline__ u32 place(int strip, int step) const {
     return (address_ ^ step % 4 * 32) + strip * kLayout.strip_bytes + step / 4 * kStripPanelBytes;
   }
 
   u32 address_;
-  u32 fragments_[kWarpStrips][kSteps][4];
+  u32 kept_[kWarpStrips][max_of(kKeptSteps, 1)][4];
+};
+
+// S += Q K^T of 16 columns. `address`: where the lane's part of K begins.
+template <bool kept>
+__device__ __forceinline__ void multiply_step(float (&S)[kWarpStrips][kBlockKeys / 2], const Queries& q, u32 address,
+                                              int step) {
+  u32 a[kWarpStrips][4];
+#pragma unroll
+  for (int strip = 0; strip < kWarpStrips; ++strip) q.template get<kept>(strip, step, a[strip]);
+#pragma unroll
+  for (int key = 0; key < kBlockKeys; key += 16) {
+    u32 b[4];
+    load_shared_matrices((address ^ step % 4 * 32) + step / 4 * kPanelBytes + key * kPanelRowBytes, b);
+#pragma unroll
+    for (int strip = 0; strip < kWarpStrips; ++strip) {
+      multiply_16_8_16<ElementK::kType>(S[strip] + key / 2, a[strip], b[0], b[1]);
+      multiply_16_8_16<ElementK::kType>(S[strip] + key / 2 + 4, a[strip], b[2], b[3]);
+    }
+  }
+}
+
+// Of steps with Q in shared memory the compiler orders four at a time, as it keeps the addresses of more in registers.
+// Tiles of more than 32 keys have those for all of them, but where something else takes some.
+enum : int {
+  kAllSteps = kWarpStrips == 2 && !kQInRegisters && kBlockKeys > 32 && !kPacked && !kPage && !kBatchIdx && !kLeftPad &&
+              !kTree,
+  kStepsAtOnce = kAllSteps || kQKept > 0 ? 16 : 4,
 };
 
 // S = Q K^T of the tile at `k`.
@@ -50,22 +77,10 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKe
   for (int strip = 0; strip < kWarpStrips; ++strip)
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i) S[strip][i] = 0;
-#pragma unroll kQInRegisters ? 16 : 4
-  for (int step = 0; step < kHeadDim / 16; ++step) {
-    u32 a[kWarpStrips][4];
 #pragma unroll
-    for (int strip = 0; strip < kWarpStrips; ++strip) q.get(strip, step, a[strip]);
-#pragma unroll
-    for (int key = 0; key < kBlockKeys; key += 16) {
-      u32 b[4];
-      load_shared_matrices((address ^ step % 4 * 32) + step / 4 * kPanelBytes + key * kPanelRowBytes, b);
-#pragma unroll
-      for (int strip = 0; strip < kWarpStrips; ++strip) {
-        multiply_16_8_16<ElementK::kType>(S[strip] + key / 2, a[strip], b[0], b[1]);
-        multiply_16_8_16<ElementK::kType>(S[strip] + key / 2 + 4, a[strip], b[2], b[3]);
-      }
-    }
-  }
+  for (int step = 0; step < kKeptSteps; ++step) multiply_step<true>(S, q, address, step);
+#pragma unroll kStepsAtOnce
+  for (int step = kKeptSteps; step < kHeadDim / 16; ++step) multiply_step<false>(S, q, address, step);
 }
 
 // O += P V of the tile at `v`.
