@@ -316,8 +316,8 @@ class Printer {
   bool is_symbol(int n, Symbol symbol) const {
     return node(n).op() == Op::kSymbol && node(n).content.symbol == symbol;
   }
-  /// How far a key and a query are apart, in text that makes a float of it without an integer; empty
-  /// for other nodes.
+  /// How far a key and a query are apart, in text that makes a float of it without an integer;
+  /// empty for other nodes.
   std::string float_distance(int n) const {
     const Node& of = node(n);
     if (is_symbol(n, Symbol::kDelta)) return "at.delta";
