@@ -155,6 +155,7 @@ class Ours:
 
     def __init__(self, fulgur, tensors, **more):
         self.fulgur, self.plan, self.calls = fulgur, None, []
+        self.tensors = tensors  # of which the calls have addresses alone
         for copy in tensors:
             out = torch.full_like(copy["q"], float("nan"))
             args, used = arguments({**copy, "out": out})
