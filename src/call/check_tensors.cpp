@@ -199,7 +199,7 @@ void check_as_planned(const Args& planned, const Args& args) {
 template <class Args>
 void check_memory(const Args& args) {
   std::vector<NamedTensor> all;
-  all.reserve(8);  // as malloc has at hand
+  all.reserve(8);  // of so few bytes malloc keeps freed blocks for the next run
   list_given(args, all);
   for (const NamedTensor& t : all) check_data(t.rule.name, t.tensor);
   for (const NamedTensor& t : all) {
