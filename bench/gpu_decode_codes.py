@@ -73,8 +73,18 @@ def random_codes(codes, rows, case, generator):
     return cache.view(PLAIN.get(codes.format, torch.uint8)), scales, zero_points
 
 
-def numbers(codes, cache, scales, zero_points, d):
-    """What a cache of such codes stands for, f32."""
+def owners(case, tensors):
+    """The sequence of each row of K and V's first dimension: with pages, the one that has the page."""
+    sequences = torch.arange(case.batch, device=DEVICE)
+    if not case.page:
+        return sequences
+    pages = tensors["page_table"].long()
+    return torch.empty(pages.numel(), dtype=torch.long, device=DEVICE).index_copy_(
+        0, pages.flatten(), sequences.repeat_interleave(pages.shape[1]))
+
+
+def numbers(codes, cache, scales, zero_points, d, sequences):
+    """What a cache of such codes stands for, f32; `sequences` are its owners."""
     if codes.scales == "blocks":
         blocks = cache.reshape(*cache.shape[:-1], d // BLOCK, -1)
         scale, rest = blocks[..., :2].contiguous().view(torch.float16).float(), blocks[..., 2:].contiguous()
@@ -91,7 +101,7 @@ def numbers(codes, cache, scales, zero_points, d):
 
     def spread(t):
         t = t.float()
-        return t[:, None, :, None] if codes.scales == "heads" else t.repeat_interleave(d // t.shape[-1], -1)
+        return t[sequences, None, :, None] if codes.scales == "heads" else t.repeat_interleave(d // t.shape[-1], -1)
 
     return (x if zero_points is None else x - spread(zero_points)) * spread(scales)
 
@@ -104,7 +114,8 @@ def of_format(codes, case, tensors, generator):
         coded |= {name: cache, f"{name}_descale": scales, f"{name}_zero_point": zero_points}
         if codes.format not in PLAIN:
             coded[f"{name}_format"] = codes.format.encode()
-        plain[name] = numbers(codes, cache, scales, zero_points, case.d).to(torch.bfloat16)
+        plain[name] = numbers(codes, cache, scales, zero_points, case.d, owners(case, tensors)).to(
+            torch.bfloat16)
     return {name: t for name, t in coded.items() if t is not None}, plain
 
 
