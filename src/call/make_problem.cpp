@@ -13,6 +13,7 @@
 #include "call/kv_cache.h"
 #include "call/lengths.h"
 #include "call/tree.h"
+#include "expression/band.h"
 
 namespace fulgur {
 namespace {
@@ -203,9 +204,23 @@ Origin checked_origin(const Origin& given, const Problem& p) {
   return o;
 }
 
+/// Bounds of distances that mask_mod says are bounds of the mask, where these count from the same
+/// diagonal: no score is asked then, and no map of tiles is made. Not where queries are rotated by
+/// what the mask of the options is.
+Options with_bounds(const Options& options, bool rotates_by_mask, Problem& p) {
+  Options with = options;
+  if (!options.mask_mod.given() || rotates_by_mask) return with;
+  const bool larger = p.origin != Origin{};
+  const bool same = p.alike() && (larger ? p.origin.queries == p.origin.keys : p.sq == p.sk);
+  const expression::Diagonals diagonals{.bottom_right = same || !p.mask.top_left,
+                                        .top_left = same || p.mask.top_left};
+  with.mask_mod = expression::take_bounds(options.mask_mod, diagonals, &p.mask);
+  return with;
+}
+
 /// What all passes have.
 template <class Args>
-Problem make_shared(const Args& args, const Options& options) {
+Problem make_shared(const Args& args, const Options& options, bool rotates_by_mask = false) {
   Problem p;
   const ConstTensor &q = args.q, &k = args.k, &v = values_of(args);
   const ConstTensor &cu_q = args.lengths.cu_seqlens_q, &cu_k = args.lengths.cu_seqlens_k;
@@ -281,8 +296,9 @@ Problem make_shared(const Args& args, const Options& options) {
   }
   if (args.bias.given()) p.bias = checked_bias(args.bias, p);
   const bool backward = std::is_same_v<Args, BackwardArgs>;
-  p.expressions = expression::Expressions(options, args.tensors, {p.device, backward});
   p.origin = checked_origin(options.origin, p);
+  p.expressions = expression::Expressions(with_bounds(options, rotates_by_mask, p), args.tensors,
+                                          {p.device, backward});
   p.deterministic = options.deterministic;
   p.invariant = options.invariant;
   p.algorithm = algorithm_called(options.algorithm);
@@ -315,6 +331,24 @@ void drop_sequences(Problem& p) {
   p.on_host.set(Arg::kSinks, sinks);
 }
 
+Problem make_forward(const ForwardArgs& args, const Options& options,
+                     bool rotates_by_mask = false) {
+  if (appends(args)) {
+    const AppendThenAttend appending(args, checked_mask(options));
+    const bool rotates = appending.call().pairs > 0;
+    Problem p = make_forward(appending.attention(), options, rotates && options.mask == full());
+    p.append = append_of(appending);
+    p.on_host.set(Arg::kSeqUsedK, false);  // they are computed where the caches lie
+    return p;
+  }
+  Problem p = make_shared(args, options, rotates_by_mask);
+  p.out = rows_layout(args.out);
+  if (p.has(Arg::kLse)) p.lse = lse_layout(args.lse);
+  if (p.has(Arg::kTreeMask)) check_tree(args.tree_mask, p);
+  if (p.total_q == 0) drop_sequences(p);
+  return p;
+}
+
 template <class Args>
 void check_random_numbers_of(const Args& args, const Run& run) {
   if (args.rng_state.given() && (run.dropout_seed != 0 || run.dropout_offset != 0)) {
@@ -342,19 +376,7 @@ int checked_threads(const Options& options) {
 }
 
 Problem make_problem(const ForwardArgs& args, const Options& options) {
-  if (appends(args)) {
-    const AppendThenAttend appending(args, checked_mask(options));
-    Problem p = make_problem(appending.attention(), options);
-    p.append = append_of(appending);
-    p.on_host.set(Arg::kSeqUsedK, false);  // they are computed where the caches lie
-    return p;
-  }
-  Problem p = make_shared(args, options);
-  p.out = rows_layout(args.out);
-  if (p.has(Arg::kLse)) p.lse = lse_layout(args.lse);
-  if (p.has(Arg::kTreeMask)) check_tree(args.tree_mask, p);
-  if (p.total_q == 0) drop_sequences(p);
-  return p;
+  return make_forward(args, options);
 }
 
 Problem make_problem(const BackwardArgs& args, const Options& options) {

@@ -250,6 +250,10 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
     // Slopes of packed sequences are those of their batch.
     if (packed && own.alibi_slopes.rank == 2) own.alibi_slopes.shape[0] = 1;
     problem = make_problem(own, options);
+    // What bounds a mask_mod says may depend on the lengths of all ranks.
+    problem.mask = options.mask;
+    problem.expressions = expression::Expressions(
+        options, args.tensors, {problem.device, std::is_same_v<Args, BackwardArgs>});
     problem.batch = own.q.shape[0];  // also of a rank that has no rows
     problem.sq = own.q.shape[1];
     problem.sk = own.k.shape[1];

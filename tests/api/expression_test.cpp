@@ -626,6 +626,75 @@ TEST_P(Expressions, GradientsOfTensors) {
   }
 }
 
+// Bounds of a mask_mod are those of the mask where these count from the same diagonal.
+struct Bounded {
+  const char* text;
+  bool (*shows)(const ScorePlace& p);
+  int64_t sq, sk;
+  Layout layout;
+  bool seqused;
+  Mask mask;                   // which does the same
+  const char* rest = nullptr;  // with this mask_mod
+};
+constexpr Bounded kBounded[] = {
+    {"delta <= 0", [](const ScorePlace& p) { return p.k - p.q <= p.sk - p.sq; }, 70, 130,
+     Layout::kBshd, false, causal()},
+    {"q >= k && q - k < 20", [](const ScorePlace& p) { return p.q >= p.k && p.q - p.k < 20; }, 130,
+     130, Layout::kBshd, false, window(19, 0)},
+    {"q >= k", [](const ScorePlace& p) { return p.q >= p.k; }, 70, 130, Layout::kBshd, false,
+     full(), "q >= k"},
+    {"q >= k", [](const ScorePlace& p) { return p.q >= p.k; }, 130, 130, Layout::kPacked, false,
+     full(), "q >= k"},
+    {"delta <= 0 && delta >= -30",
+     [](const ScorePlace& p) {
+       const int64_t delta = p.k - p.q - (p.sk - p.sq);
+       return delta <= 0 && delta >= -30;
+     },
+     100, 130, Layout::kPacked, false, window(30, 0)},
+    {"abs(delta) <= 9 && k >= 2",
+     [](const ScorePlace& p) { return std::abs(p.k - p.q - (p.sk - p.sq)) <= 9 && p.k >= 2; }, 80,
+     130, Layout::kBshd, true, window(9, 9), "k >= 2"},
+};
+Case case_of(const Bounded& b, DType dtype) {
+  return {.dtype = dtype,
+          .batch = b.layout == Layout::kPacked ? 1 : 2,
+          .sq = b.sq,
+          .sk = b.sk,
+          .hq = 2,
+          .hk = 1,
+          .d = 16,
+          .dv = 16,
+          .layout = b.layout,
+          .seqused = b.seqused};
+}
+/// By the expression, and by the mask.
+struct BothWays {
+  Workload by_expression, by_mask;
+
+  BothWays(const Bounded& b, DType dtype)
+      : by_expression(case_of(b, dtype), 5), by_mask(case_of(b, dtype), 5) {
+    by_expression.options.mask_mod = parse_expression(b.text);
+    by_expression.mask_value = b.shows;
+    by_mask.options.mask = b.mask;
+    if (b.rest != nullptr) by_mask.options.mask_mod = parse_expression(b.rest);
+  }
+};
+
+TEST_P(Expressions, BoundsOfDistances) {
+  for (const Bounded& one : kBounded) {
+    SCOPED_TRACE(one.text);
+    BothWays both(one, dtype());
+    auto& [by_expression, by_mask] = both;
+    by_expression.options.engine = by_mask.options.engine = engine();
+    if (!runs(by_expression) || !runs(by_mask)) continue;
+    const Expected e = expect(by_expression);
+    EXPECT_TRUE(forward_is_right(by_expression, e));
+    EXPECT_TRUE(backward_is_right(by_expression, e));
+    EXPECT_EQ(bits(by_expression.forward.out), bits(by_mask.forward.out));
+    EXPECT_EQ(bits(by_expression.backward.dk), bits(by_mask.backward.dk));
+  }
+}
+
 FULGUR_EVERY_ENGINE(Expressions);
 
 TEST(ExpressionErrors, NameTheArgument) {
@@ -671,6 +740,18 @@ TEST(ExpressionPlans, OfEqualTermsAreEqual) {
   by_option.run();
   EXPECT_EQ(bits(by_score.forward.out), bits(by_option.forward.out));
   EXPECT_EQ(bits(by_score.backward.dq), bits(by_option.backward.dq));
+}
+
+TEST(ExpressionPlans, HaveBoundsInTheMask) {
+  for (const Bounded& one : kBounded) {
+    SCOPED_TRACE(one.text);
+    const BothWays both(one, DType::kF32);
+    const auto& [by_expression, by_mask] = both;
+    EXPECT_EQ(plan(by_expression.forward, by_expression.options).explain(),
+              plan(by_mask.forward, by_mask.options).explain());
+    EXPECT_EQ(plan(by_expression.backward, by_expression.options).explain(),
+              plan(by_mask.backward, by_mask.options).explain());
+  }
 }
 
 TEST(ExpressionPlans, SayWhatMasksHideOfTheTiles) {

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "engines.h"
+#include "expression/band.h"
 #include "expression/derivative.h"
 #include "expression/evaluate.h"
 #include "random_expression.h"
@@ -242,6 +243,63 @@ TEST(Terms, OfManyOperationsOrNamesAreRefusedByNumber) {
   EXPECT_EQ(message_of([] { TensorSymbol("t", DType::kU8, 1); }),
             "tensors: t: got u8, want f32, bf16, f16, f64, i32, i64 or bool");
   EXPECT_EQ(message_of([] { Expr() + 1; }), "expression: +: got an empty Expr for an operand");
+}
+
+// What a mask says of the distance alone becomes bounds, where those may count from there.
+TEST(Bounds, AreTakenFromConjunctions) {
+  constexpr expression::Diagonals kDelta{true, false}, kDifference{false, true}, kSame{true, true};
+  struct Known {
+    const char* mask;
+    expression::Diagonals diagonals;
+    Mask band;
+    const char* rest;
+  };
+  const Known all[] = {
+      {"delta <= 0", kDelta, causal(), ""},
+      {"delta <= 0", kDifference, full(), "delta <= 0"},
+      {"q >= k", kDifference, causal(), ""},
+      {"q >= k", kDelta, full(), "k <= q"},
+      {"!(k > q)", kSame, causal(), ""},
+      {"!(k > q && k > 3)", kSame, full(), "!(q < k && 3 < k)"},
+      {"k <= q + sk - sq", kDelta, causal(), ""},
+      {"k <= q + sk - sq", kDifference, full(), "k <= q + sk - sq"},
+      {"0 <= -delta && delta > -1024", kDelta, window(1023, 0), ""},
+      {"q >= k && q - k < 1024", kDifference, window(1023, 0), ""},
+      {"abs(delta) <= 5", kDelta, window(5, 5), ""},
+      {"abs(2 + k - q) < 5", kSame, window(6, 2), ""},
+      {"delta <= 7 && delta < 3 && delta >= -2 && -4 <= delta", kDelta, window(2, 2), ""},
+      {"k < 9 && (k < 4 || delta > 0) && delta <= 0", kDelta, causal(),
+       "k < 9 && (k < 4 || 0 < delta)"},
+      {"delta <= 0 && delta <= 0", kDelta, causal(), ""},
+      // What bounds of a mask cannot say, and what is none.
+      {"delta < 0", kSame, full(), "delta < 0"},
+      {"delta >= 3", kSame, full(), "3 <= delta"},
+      {"abs(delta - 6) <= 5", kSame, full(), "abs(delta - 6) <= 5"},
+      {"delta <= 0 || k < 4", kSame, full(), "delta <= 0 || k < 4"},
+      {"2 * k <= q + k", kSame, full(), "2 * k <= q + k"},
+      {"k + k <= q + q", kSame, full(), "k + k <= q + q"},
+      {"k <= q + sk", kSame, full(), "k <= q + sk"},
+      {"k < 100", kSame, full(), "k < 100"},
+      {"delta <= 2000000000", kSame, full(), "delta <= 2000000000"},
+      {"delta * 1.5 <= 0", kSame, full(), "to_float(delta) * 1.5 <= 0.0"},
+  };
+  for (const Known& one : all) {
+    SCOPED_TRACE(one.mask);
+    Mask band = full();
+    EXPECT_EQ(take_bounds(parse_expression(one.mask), one.diagonals, &band).text(), one.rest);
+    EXPECT_EQ(band, one.band);
+  }
+  // Of what the mask has before the nearer bound stays, and chunks do.
+  Mask band = chunked(64, window(10, 3));
+  take_bounds(parse_expression("abs(delta) <= 5"), kDelta, &band);
+  EXPECT_EQ(band, chunked(64, window(5, 3)));
+  // Terms that are used again and again.
+  Expr doubled = q + 1;
+  for (int i = 0; i < 50; ++i) doubled = doubled + doubled;
+  Expr mask = k < doubled;
+  for (int i = 0; i < 10; ++i) mask = mask && (mask || b == 0);
+  const std::string text = mask.text();
+  EXPECT_EQ(take_bounds(mask, kDelta, &band).text(), text);
 }
 
 TEST(Derivatives, OfABranchThatIsNotTakenReachNobody) {

@@ -91,7 +91,7 @@ TEST_F(DocumentedDetails, AreAll) {
   add_on_host({.sq = 1, .sk = 9000}, "cpu");
   add_on_host({}, "reference",
               {.score_mod = parse_expression("score * 2"),
-               .mask_mod = parse_expression("q >= k"),
+               .mask_mod = parse_expression("q >= k || k < 4"),
                .algorithm = "standard"});
   cpu::Kernels products = {};
   products.target = "AMX";
@@ -100,7 +100,7 @@ TEST_F(DocumentedDetails, AreAll) {
   add_forward({.mask = chunked(400, window(300, 5)), .softcap = 9, .dropout = 0.5});
   add_forward({.mask = top_left(causal())});
   ForwardCall masked = forward_call({});
-  masked.options.mask_mod = parse_expression("q >= k");
+  masked.options.mask_mod = parse_expression("q >= k || k < 4");
   add(masked.args, masked.options);
   ForwardCall packed_mask =
       forward_call({.batch = 8, .sq = 8192, .sk = 8192, .bias = DType::kBool});
