@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Runs FlashAttention's or PyTorch's own tests on fulgur, from an untouched checkout, by cases drawn at random.
+"""Runs FlashAttention's, PyTorch's or JAX's own tests on fulgur, from an untouched checkout, by cases drawn at random.
 
     tools/upstream_suite.py fa2 CHECKOUT --draws 2000 --seed 1     tests/test_flash_attn.py
     tools/upstream_suite.py fa3 CHECKOUT --draws 2000 --seed 1     hopper/test_flash_attn.py
     tools/upstream_suite.py flex CHECKOUT --draws 100              test/inductor/test_flex_attention.py
     tools/upstream_suite.py flex_decoding CHECKOUT --draws 100     test/inductor/test_flex_decoding.py
+    tools/upstream_suite.py jax CHECKOUT --only DotProduct         tests/nn_test.py
 
 FlashAttention's suites have some hundred thousand cases each. Of every test the draws cover all pairs of values
 of its parameters first, as far as they reach, and are independent from then on. A case passes, is
@@ -16,6 +17,9 @@ Of PyTorch's suites, which run on CPUs, too, fulgur computes the compiled calls 
 which tests compare these, stay PyTorch's. A case that has none that fulgur computes is skipped, and one in which
 PyTorch computes some, as fulgur cannot, lacks what the warning says. Tests want the version of PyTorch that they
 are of, and expecttest.
+
+Of JAX's suite fulgur computes jax.nn.dot_product_attention where a test names the implementation "xla" or none, and
+JAX what it is compared with. Tests want the version of JAX that they are of, absl-py and SciPy.
 """
 
 import argparse
@@ -40,6 +44,7 @@ SUITES = {  # what to stand in for, the file, and folders that it imports from
     "fa3": (("flash_attn", "flash_attn_interface"), "hopper/test_flash_attn.py", ("hopper",)),
     "flex": ((), "test/inductor/test_flex_attention.py", ()),
     "flex_decoding": ((), "test/inductor/test_flex_decoding.py", ()),
+    "jax": ((), "tests/nn_test.py", ()),
 }
 # Tests as a whole of what fulgur does not have.
 LACKS = {
@@ -149,44 +154,68 @@ class Flex:
 
         fulgur.torch._flex._attended = counted
 
-    def outcome(self, case):
-        """Of a test of unittest, as outcome() has it."""
-        result, self.calls = unittest.TestResult(), 0
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            case.run(result)
-        reasons = [found[1] for x in caught
-                   if (found := re.match(r"flex_attention: PyTorch computes this call, not fulgur: (.*)",
-                                         str(x.message), re.S))]  # fmt: skip
-        if result.skipped:
-            return "skipped", result.skipped[0][1]
-        if result.failures or result.errors:
-            return "failed", (result.failures + result.errors)[0][1].strip().splitlines()[-1]
-        if reasons:
-            return "missing", reasons[0]
-        return ("passed", "") if self.calls else ("skipped", "has no compiled flex_attention")
+
+class Jax:
+    """fulgur in the place of jax.nn.dot_product_attention, but for the implementation None."""
+
+    def __init__(self):
+        import jax
+
+        import fulgur.jax
+
+        theirs = jax.nn.dot_product_attention
+        self.calls = 0
+
+        def attend(*given, implementation="xla", **options):
+            if implementation != "xla":
+                return theirs(*given, implementation=implementation, **options)
+            self.calls += 1
+            return fulgur.jax.dot_product_attention(*given, **options)
+
+        jax.nn.dot_product_attention = attend
 
 
-def flex_cases(module, args):
+def outcome_of_case(case, stand_in):
+    """Of a test of unittest, as outcome() has it."""
+    result, stand_in.calls = unittest.TestResult(), 0
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        case.run(result)
+    reasons = [found[1] for x in caught
+               if (found := re.match(r"flex_attention: PyTorch computes this call, not fulgur: (.*)",
+                                     str(x.message), re.S))]  # fmt: skip
+    if result.skipped:
+        return "skipped", result.skipped[0][1]
+    if result.failures or result.errors:
+        why = (result.failures + result.errors)[0][1].strip().splitlines()[-1]
+        if why.startswith("NotImplementedError: "):
+            return "missing", why.split(":")[1].strip()
+        return "failed", why
+    if reasons:
+        return "missing", reasons[0]
+    return ("passed", "") if stand_in.calls else ("skipped", "has no call that fulgur computes")
+
+
+def unittest_cases(module, args):
     """Likewise of a module of unittest."""
-    flex = Flex()
+    stand_in = Jax() if args.suite == "jax" else Flex()
     tests = [case for suite in unittest.defaultTestLoader.loadTestsFromModule(module) for case in suite
              if args.only in case.id()]  # fmt: skip
     for case in sorted(random.Random(args.seed).sample(tests, min(args.draws, len(tests))), key=lambda x: x.id()):
-        yield case._testMethodName, "", lambda: flex.outcome(case)
+        yield case._testMethodName, "", lambda: outcome_of_case(case, stand_in)
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
-    parser.add_argument("checkout", type=pathlib.Path, help="of FlashAttention's or PyTorch's repository")
+    parser.add_argument("checkout", type=pathlib.Path, help="of FlashAttention's, PyTorch's or JAX's repository")
     parser.add_argument("--draws", type=int, default=2000, help="of all tests together")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", default="", help="tests whose names contain this")
     parser.add_argument("--json", type=pathlib.Path, help="where to write the counts and the failures")
     args = parser.parse_args()
     module = load(args.suite, args.checkout)
-    cases = (flex_cases if args.suite.startswith("flex") else flash_cases)(module, args)
+    cases = (flash_cases if args.suite.startswith("fa") else unittest_cases)(module, args)
     counts, missing, failures = collections.Counter(), collections.Counter(), []
     for name, of_test in itertools.groupby(cases, key=lambda case: case[0]):
         results = collections.Counter()

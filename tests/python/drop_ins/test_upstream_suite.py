@@ -1,4 +1,4 @@
-"""tools/upstream_suite.py on suites of our own, laid out as FlashAttention's and PyTorch's."""
+"""tools/upstream_suite.py on suites of our own, laid out as FlashAttention's, PyTorch's and JAX's."""
 
 import json
 import subprocess
@@ -112,3 +112,44 @@ def test_counts_of_flex_attention(tmp_path):
     assert failure["test"] == "test_fails"
     (missing,) = result["missing"]
     assert "lgamma" in missing
+
+
+JAX = """
+import unittest, jax, numpy
+from jax import nn
+import jax.numpy as jnp
+
+class NNFunctionsTest(unittest.TestCase):
+    def compare(self, off=0, **options):
+        q, k, v = (jax.random.normal(jax.random.key(n), (2, n, 4, 8)) for n in (9, 20, 20))
+        want = nn.dot_product_attention(q, k, v, implementation=None, **options)
+        got = nn.dot_product_attention(q, k, v, implementation="xla", **options)
+        numpy.testing.assert_allclose(got + off, want, atol=1e-5)
+
+    def test_causal(self):
+        self.compare(is_causal=True)
+
+    def test_fails(self):
+        self.compare(off=1)
+
+    def test_lacks(self):
+        raise NotImplementedError("implementation: got 'cudnn'")
+
+    def test_of_jax_alone(self):
+        nn.dot_product_attention(*[jnp.zeros((1, 4, 2, 8))] * 3, implementation=None)
+"""
+
+
+@pytest.mark.slow
+def test_counts_of_jax(tmp_path):
+    pytest.importorskip("jax")
+    file, to = tmp_path / "tests/nn_test.py", tmp_path / "result.json"
+    file.parent.mkdir()
+    file.write_text(JAX)
+    done = subprocess.run([sys.executable, "-B", str(TOOL), "jax", str(tmp_path), "--json", str(to)],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(to.read_text())
+    assert result["counts"] == {"passed": 1, "failed": 1, "missing": 1, "skipped": 1}, done.stdout
+    (failure,) = result["failures"]
+    assert failure["test"] == "test_fails" and result["missing"] == {"implementation": 1}
