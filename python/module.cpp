@@ -127,9 +127,14 @@ void compute_by_group(const fulgur::Group& group, const std::string& sharding, i
                       uint64_t seed, uint64_t offset) {
   const Args args = read_args<Args>(views);
   const fulgur::Options read = read_options(options);
+  const fulgur::Run run = read_run(stream, seed, offset);
   const auto distribution = fulgur::python::distribution_of(sharding, head_ranks, ring);
   const fulgur::python::WithoutGil unlocked;
-  fulgur::plan(args, read, group, distribution).run(args, read_run(stream, seed, offset));
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    fulgur::forward(args, read, group, distribution, run);
+  } else {
+    fulgur::backward(args, read, group, distribution, run);
+  }
 }
 
 template <class Args>

@@ -88,6 +88,19 @@ def test_a_group_by_a_function():
     assert np.array_equal(fulgur.distributed.attention(q, q, q, group=group), fulgur.attention(q, q, q))
 
 
+def test_calls_keep_their_plans():
+    steps = []
+    group = fulgur.distributed.Group(lambda sends, receives: steps.append(1), 0, 1)
+    q = np.random.default_rng(0).standard_normal((1, 70, 2, 8), np.float32)
+    counts = []
+    for _ in range(3):
+        steps.clear()
+        out, lse = fulgur.distributed.attention(q, q, q, group=group, return_lse=True)
+        fulgur.distributed.attention_backward(q, q, q, q, out, lse, group=group)
+        counts.append(len(steps))
+    assert counts[0] > counts[1] == counts[2]
+
+
 def test_pages():
     """Of a process alone: the bits of no other call, but its numbers."""
     rng = np.random.default_rng(0)
