@@ -7,7 +7,7 @@
 
 #include "distributed/group.h"
 #include "distributed/memory.h"
-#include "distributed/shared_room.h"
+#include "distributed/transport/shared_room.h"
 
 namespace fulgur::distributed {
 

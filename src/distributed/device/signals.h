@@ -7,7 +7,7 @@
 
 #include "cuda/driver/driver.h"
 #include "distributed/group.h"
-#include "distributed/shared_room.h"
+#include "distributed/transport/shared_room.h"
 
 namespace fulgur::distributed {
 

@@ -17,9 +17,11 @@
 #include <chrono>
 #include <cstring>
 #include <functional>
+#include <optional>
 #include <thread>
 #include <utility>
 
+#include "distributed/transport/mailbox.h"
 #include "fulgur/error.h"
 
 namespace fulgur::distributed {
@@ -31,6 +33,8 @@ using Seconds = std::chrono::duration<double>;
 constexpr uint64_t kMagic = 0x66756c6775720001;  // "fulgur", and the version of what is said
 constexpr Seconds kGrace{2};         // in which a rank says why it leaves, after its data has ended
 constexpr size_t kMaxReason = 4096;  // bytes
+// After which a rank that waits for a message looks whether the other one has left.
+constexpr std::chrono::milliseconds kNap{20};
 
 [[noreturn]] void fail_unavailable(const std::string& what) {
   throw Error(Status::kUnavailable, what);
@@ -321,16 +325,26 @@ class Sockets final : public Transport {
   void exchange(std::span<const std::span<const std::byte>> sends,
                 std::span<const std::span<std::byte>> receives) override {
     ++step_;
+    if (mailbox_) by_mailbox(sends, receives);
+    const auto by_socket = [&](size_t bytes) { return !mailbox_ || bytes > Mailbox::kMost; };
     std::vector<Flow> flows(peers_.size());
     for (size_t r = 0; r < flows.size(); ++r) {
       if (static_cast<int>(r) == rank_) continue;
       flows[r].out = {step_, sends[r].size()};
       flows[r].send = sends[r];
       flows[r].receive = receives[r];
+      flows[r].sending = by_socket(sends[r].size());
+      flows[r].receiving = by_socket(receives[r].size());
     }
     Until until(deadline_);
     while (unfinished(flows)) {
-      if (until.over()) fail_late(flows);
+      if (until.over()) {
+        std::vector<size_t> late;
+        for (size_t r = 0; r < flows.size(); ++r) {
+          if (flows[r].sends() || flows[r].receives()) late.push_back(r);
+        }
+        fail_late(late);
+      }
       if (progress(flows, until)) until = Until(deadline_);
     }
   }
@@ -345,30 +359,112 @@ class Sockets final : public Transport {
     }
   }
 
+  /// Has short messages go by memory, where all ranks are on one machine.
+  void share_memory() {
+    const int ranks = static_cast<int>(peers_.size());
+    const int64_t bytes = Mailbox::bytes(ranks);
+    SharedRoom room;
+    const auto attempt = [&](const auto& of) {
+      try {
+        of();
+      } catch (const Error&) {  // messages go by sockets
+      }
+    };
+    if (rank_ == 0) {
+      attempt([&] {
+        room = SharedRoom::make(bytes);
+        std::memcpy(room.data(), &room.name(), sizeof(SharedRoom::Name));
+      });
+    }
+    const SharedRoom::Name name = told(room.name())[0];
+    attempt([&] {
+      if (rank_ != 0) room = SharedRoom::open(name, bytes);
+    });
+    const bool opened =
+        room.data() != nullptr && std::memcmp(room.data(), &name, sizeof(SharedRoom::Name)) == 0;
+    if (std::ranges::count(told(char{opened}), 1) < ranks) return;
+    mailbox_.emplace(std::move(room), rank_, ranks);
+  }
+
  private:
   /// What goes before the bytes of a step.
   using Header = std::array<uint64_t, 2>;  // its number, and how many there are
+
+  /// What all ranks say.
+  template <class T>
+  std::vector<T> told(const T& mine) {
+    std::vector<T> all(peers_.size(), mine);
+    std::vector<std::span<const std::byte>> sends(peers_.size());
+    std::vector<std::span<std::byte>> receives(peers_.size());
+    for (size_t r = 0; r < peers_.size(); ++r) {
+      if (static_cast<int>(r) == rank_) continue;
+      sends[r] = std::as_bytes(std::span(&mine, 1));
+      receives[r] = std::as_writable_bytes(std::span(&all[r], 1));
+    }
+    exchange(sends, receives);
+    return all;
+  }
+
+  /// Short messages, and how long the others are.
+  void by_mailbox(std::span<const std::span<const std::byte>> sends,
+                  std::span<const std::span<std::byte>> receives) {
+    for (size_t r = 0; r < peers_.size(); ++r) {
+      if (static_cast<int>(r) != rank_) mailbox_->post(static_cast<int>(r), step_, sends[r]);
+    }
+    for (size_t r = 0; r < peers_.size(); ++r) {
+      if (static_cast<int>(r) == rank_) continue;
+      check_header(r, {step_, posted(r)}, {step_, receives[r].size()});
+      if (receives[r].size() > Mailbox::kMost) continue;
+      mailbox_->take(static_cast<int>(r), step_, receives[r]);
+    }
+  }
+
+  /// How long the message of a rank is, when it has posted one.
+  uint64_t posted(size_t r) {
+    const auto wait = [&](std::chrono::milliseconds most) {
+      return mailbox_->wait(static_cast<int>(r), step_, most);
+    };
+    for (const Until until(deadline_); !until.over();) {
+      if (const auto size = wait(kNap)) return *size;
+      for (size_t other = 0; other < peers_.size(); ++other) {
+        if (static_cast<int>(other) != rank_ && !peers_[other].silent) hear(other);
+      }
+      if (!has_left(r)) continue;
+      if (const auto size = wait({})) return *size;  // before it left
+      fail_left(r);
+    }
+    std::vector<size_t> late;
+    for (size_t other = r; other < peers_.size(); ++other) {
+      const auto rank = static_cast<int>(other);
+      if (rank != rank_ && !mailbox_->wait(rank, step_, {})) late.push_back(other);
+    }
+    fail_late(late);
+  }
+
+  /// Whether the data of a rank has ended.
+  bool has_left(size_t r) const {
+    char byte;
+    const ssize_t n = recv(peers_[r].data.fd(), &byte, 1, MSG_PEEK);
+    return n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
+  }
 
   /// What a step does with a rank.
   struct Flow {
     Header out{}, in{};
     std::span<const std::byte> send;
     std::span<std::byte> receive;
+    bool sending = false, receiving = false;
     size_t sent = 0, received = 0;  // headers included
 
-    bool sends() const { return out[0] != 0 && sent < sizeof(Header) + send.size(); }
-    bool receives() const { return out[0] != 0 && received < sizeof(Header) + receive.size(); }
+    bool sends() const { return sending && sent < sizeof(Header) + send.size(); }
+    bool receives() const { return receiving && received < sizeof(Header) + receive.size(); }
   };
 
   static bool unfinished(const std::vector<Flow>& flows) {
     return std::ranges::any_of(flows, [](const Flow& f) { return f.sends() || f.receives(); });
   }
 
-  [[noreturn]] void fail_late(const std::vector<Flow>& flows) const {
-    std::vector<size_t> late;
-    for (size_t r = 0; r < flows.size(); ++r) {
-      if (flows[r].sends() || flows[r].receives()) late.push_back(r);
-    }
+  [[noreturn]] void fail_late(const std::vector<size_t>& late) const {
     fail_unavailable(
         fmt::format("rank {} made no step for {} s", fmt::join(late, ", "), deadline_.count()));
   }
@@ -426,14 +522,18 @@ class Sockets final : public Transport {
     if (n < 0 && (errno == EAGAIN || errno == EINTR)) return false;
     if (n <= 0) fail_left(r);
     flow.received += n;
-    if (head && flow.received == sizeof(Header) &&
-        flow.in != Header{flow.out[0], flow.receive.size()}) {
-      fail_unavailable(
-          fmt::format("rank {} is at step {} with {} bytes, want step {} with {}: all ranks make "
-                      "the same calls of a group in one order",
-                      r, flow.in[0], flow.in[1], flow.out[0], flow.receive.size()));
+    if (head && flow.received == sizeof(Header)) {
+      check_header(r, flow.in, {flow.out[0], flow.receive.size()});
     }
     return true;
+  }
+
+  static void check_header(size_t r, const Header& in, const Header& want) {
+    if (in == want) return;
+    fail_unavailable(
+        fmt::format("rank {} is at step {} with {} bytes, want step {} with {}: all ranks make "
+                    "the same calls of a group in one order",
+                    r, in[0], in[1], want[0], want[1]));
   }
 
   /// Throws why a rank leaves, where it says so. One that is done just ends: what it has sent is
@@ -461,6 +561,7 @@ class Sockets final : public Transport {
   Seconds deadline_;
   std::vector<Peer> peers_;
   uint64_t step_ = 0;
+  std::optional<Mailbox> mailbox_;
 };
 
 }  // namespace
@@ -468,7 +569,9 @@ class Sockets final : public Transport {
 std::unique_ptr<Transport> connect_sockets(int rank, int ranks, const std::string& host, int port,
                                            double deadline) {
   Meeting meeting(rank, ranks, host, port, deadline);
-  return std::make_unique<Sockets>(rank, std::move(meeting.peers), deadline);
+  auto sockets = std::make_unique<Sockets>(rank, std::move(meeting.peers), deadline);
+  sockets->share_memory();
+  return sockets;
 }
 
 }  // namespace fulgur::distributed

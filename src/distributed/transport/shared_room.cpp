@@ -1,8 +1,9 @@
-#include "distributed/shared_room.h"
+#include "distributed/transport/shared_room.h"
 
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -41,6 +42,9 @@ SharedRoom SharedRoom::open(const Name& name, int64_t bytes) {
   const int file = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   check_done(file >= 0, "opening", bytes);
   try {
+    struct stat status {};
+    const bool long_enough = fstat(file, &status) == 0 && status.st_size >= bytes;
+    check_done(long_enough, "opening", bytes);  // it may be another file
     room.map(file, bytes);
   } catch (...) {
     close(file);
