@@ -150,8 +150,13 @@ std::vector<std::span<std::byte>> HostMemory::exchange(
   return receives;
 }
 
-void HostMemory::reserve(int64_t bytes) {
-  if (!one_machine_ || common_[0].bytes() >= bytes) return;
+void HostMemory::reserve(int64_t bytes, int64_t of_work) {
+  reserve(common_, bytes);
+  reserve(work_, of_work);
+}
+
+void HostMemory::reserve(std::span<SharedRoom> rooms, int64_t bytes) {
+  if (!one_machine_ || rooms[0].bytes() >= bytes) return;
   std::optional<Error> error;
   const auto trial = [&](const auto& of) {
     try {
@@ -163,7 +168,7 @@ void HostMemory::reserve(int64_t bytes) {
   std::vector<int64_t> names;
   trial([&] {
     if (group_.rank != 0) return;
-    for (SharedRoom& room : common_) {
+    for (SharedRoom& room : rooms) {
       room = SharedRoom::make(bytes);
       const SharedRoom::Name& name = room.name();
       names.insert(names.end(), {name.process, name.file, name.mark});
@@ -172,8 +177,8 @@ void HostMemory::reserve(int64_t bytes) {
   const std::vector<int64_t> made = group_.agree(error, {}, names)[0];
   trial([&] {
     if (group_.rank == 0) return;
-    for (int i = 0; i < kInCommon; ++i) {
-      common_[i] = SharedRoom::open({made[3 * i], made[3 * i + 1], made[3 * i + 2]}, bytes);
+    for (size_t i = 0; i < rooms.size(); ++i) {
+      rooms[i] = SharedRoom::open({made[3 * i], made[3 * i + 1], made[3 * i + 2]}, bytes);
     }
   });
   group_.agree(error, {}, {});

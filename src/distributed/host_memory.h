@@ -3,6 +3,7 @@
 
 #include <array>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "distributed/group.h"
@@ -37,8 +38,9 @@ class HostMemory final : public OnHost<Memory> {
   void settle() override {}
   std::unique_ptr<Order> computing(const Run& run) override;
   bool has_common() const override { return one_machine_; }
-  void reserve(int64_t bytes) override;
+  void reserve(int64_t bytes, int64_t of_work) override;
   std::byte* common() override;
+  std::byte* work() override { return work_[0].data(); }
   void meet() override;
 
  private:
@@ -53,6 +55,8 @@ class HostMemory final : public OnHost<Memory> {
     bool fresh = false;  ///< others have not opened the room yet
   };
 
+  void reserve(std::span<SharedRoom> rooms, int64_t bytes);
+
   Group::Impl& group_;
   bool one_machine_ = false;  ///< all ranks open each other's memory
   std::array<Room, kUses> rooms_;
@@ -63,6 +67,7 @@ class HostMemory final : public OnHost<Memory> {
   std::vector<std::array<SharedRoom, 2>> others_;  ///< kSends of other ranks
   std::array<SharedRoom, kInCommon> common_;
   int next_common_ = 0;
+  std::array<SharedRoom, 1> work_;
 };
 
 }  // namespace fulgur::distributed

@@ -63,11 +63,14 @@ class Memory : public Order {
   static constexpr int kInCommon = 3;  // rooms in turn
   /// Whether ranks may have rooms in common.
   virtual bool has_common() const { return false; }
-  /// Collective, between runs: so many bytes for each room that ranks have in common.
-  virtual void reserve(int64_t) {}
+  /// Collective, between runs: so many bytes for each room that ranks have in common, and for work
+  /// that they take from each other.
+  virtual void reserve(int64_t, int64_t) {}
   /// The next one, which is that of all ranks. It is written while a step computes with the last
   /// one, and others may compute with the one before yet, as they have met since.
   virtual std::byte* common() { return nullptr; }
+  /// That of work, the same in each run.
+  virtual std::byte* work() { return nullptr; }
   /// Waits until all ranks have come here.
   virtual void meet() {}
 

@@ -11,6 +11,7 @@
 
 #include "base/check.h"
 #include "call/lengths.h"
+#include "call/mask.h"
 #include "distributed/device/device_memory.h"
 #include "distributed/host_memory.h"
 
@@ -319,7 +320,7 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   host_memory = &distributed::memory_of(group.impl(), {});
   memory = &distributed::memory_of(group.impl(), problem.device);
   choose_steps(args);
-  memory->reserve(common_bytes);
+  memory->reserve(common_bytes, work_bytes);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     planned_forward = args;
   } else {
@@ -343,6 +344,21 @@ void RowsPlan::measure(const Args& args) {
   }
 }
 
+/// Whether ranks take work from each other, the same on all of them.
+void RowsPlan::measure_offers() {
+  constexpr double kMinFlops = 5e8;  // of a rank: below, queries and a meeting more cost too much
+  if (!in_common() || problem.pass != Pass::kForward || group.size() == 1) return;
+  double scores = 0;
+  for (int64_t s = 0; s < q_rows.sequences(); ++s) {
+    scores += visible_scores(problem.mask, {.sq = q_rows.length(s), .sk = k_rows.length(s)});
+  }
+  const int64_t of_score = 2 * (problem.d + problem.dv) * problem.batch * problem.hq;
+  if (scores * static_cast<double>(of_score) < kMinFlops * group.size()) return;
+  distributed::StepMemory arena(nullptr);
+  distributed::Offers(*this, arena);
+  work_bytes = arena.used();
+}
+
 /// Sets steps, and whether ranks form a ring, the same on all of them.
 template <class Args>
 void RowsPlan::choose_steps(const Args& args) {
@@ -354,7 +370,7 @@ void RowsPlan::choose_steps(const Args& args) {
               ? 1
               : distributed::steps_of(problem.pass, problem.device == Device{}, most);
   measure(args);
-  if (options.max_workspace == 0) return;
+  if (options.max_workspace == 0) return measure_offers();
   const auto fits = [&] { return workspace_bytes() <= options.max_workspace; };
   while (!ring && !fits() && steps < most) {
     ++steps;
@@ -404,12 +420,13 @@ std::string RowsPlan::explain() const {
   return fmt::format(
       "rank {} of {}: {} of {} queries and {} of {} keys ({}), {} runs of rows\n"
       "  computes {} queries of {} of {} kv heads, in {} steps, while what the next one needs "
-      "comes\n"
+      "comes{}\n"
       "  {}\n"
       "  {} bytes of memory: a step's, the next one's, and what is on its way",
       plan.me, plan.group.size(), plan.q_rows.count(plan.me), plan.q_rows.total(),
       plan.k_rows.count(plan.me), plan.k_rows.total(), name_of(plan.sharding),
       plan.q_rows.of(plan.me).size(), plan.queries(), p.hk / plan.head_ranks, p.hk, plan.steps,
+      work_bytes > 0 ? "; then queries of ranks that are slower" : "",
       p.pass == Pass::kForward && plan.ring ? "keys and values of one rank at a time, the next "
                                               "one's first: partial results are merged"
       : plan.ring

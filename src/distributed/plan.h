@@ -54,7 +54,7 @@ struct RowsPlan final : DistributedPlan::Impl {
   int64_t workspace_bytes() const override {
     const int64_t exchanges = problem.device == Device{} ? 1 : 2;
     return (std::min<int64_t>(steps, 2) + exchanges) * step_bytes +
-           Memory::kInCommon * common_bytes / group.size() + sum_bytes;
+           (Memory::kInCommon * common_bytes + work_bytes) / group.size() + sum_bytes;
   }
 
   /// The kv heads that a rank computes in a step.
@@ -115,6 +115,7 @@ struct RowsPlan final : DistributedPlan::Impl {
   Rows q_rows, k_rows;
   int64_t steps = 1;
   int64_t step_bytes = 0, common_bytes = 0;  ///< memory of a step; that ranks have in common
+  int64_t work_bytes = 0;                    ///< of Offers; 0: each rank computes its own rows
   Memory* memory = nullptr;                  ///< where tensors lie
   Memory* host_memory = nullptr;             ///< for dsinks
   int64_t sum_bytes = 0;                     ///< of Sums
@@ -126,6 +127,7 @@ struct RowsPlan final : DistributedPlan::Impl {
   void measure(const Args& args);
   template <class Args>
   void choose_steps(const Args& args);
+  void measure_offers();
 };
 
 /// Memory of a step; without a base it only counts.
@@ -162,6 +164,7 @@ struct Step {
   Part dout, dlse, dq, dk, dv;  // backward; dk and dv: sums, or gradients
   Part part_dk, part_dv;        // of a call, whose sums are added to others
 
+  Step() = default;
   /// Gathered rows lie in `gathered`.
   Step(const RowsPlan& plan, StepMemory& gathered, StepMemory& arena, int64_t step) {
     const Problem& p = plan.problem;
@@ -256,6 +259,40 @@ struct Sums {
     }
     if (whole.empty()) return;
     total = arena.rows(whole.front().sums.dtype, 1, kAtATime, 1, WholeGradient::kColumns);
+  }
+};
+
+/// What ranks of one machine offer each other of a forward pass.
+struct Offers {
+  /// The next unit of a rank to take, and how many there are.
+  struct alignas(64) Counter {
+    int64_t next, count;
+  };
+  /// Queries and results of a rank, where others read and write them.
+  struct Rank {
+    Part q, out, lse;
+  };
+  Counter* counters;  // of each rank
+  std::vector<Rank> ranks;
+
+  Offers(const RowsPlan& plan, StepMemory& arena) {
+    const Problem& p = plan.problem;
+    const int size = plan.group.size();
+    const Part of_counters = arena.rows(DType::kU8, 1, size, 1, sizeof(Counter));
+    counters = reinterpret_cast<Counter*>(of_counters.data);
+    for (int r = 0; r < size; ++r) {
+      const int64_t count = plan.q_rows.count(r);
+      // Rows of a head side by side: those that nobody offers take no pages.
+      const auto rows = [&](DType dtype, int64_t dim) {
+        Part part = arena.rows(dtype, p.batch, count, p.hq, dim);
+        part.strides = {p.hq * count * dim, dim, count * dim, 1};
+        return part;
+      };
+      Rank& of = ranks.emplace_back();
+      of.q = rows(p.dtypes.q, p.d);
+      of.out = rows(p.dtypes.out, p.dv);
+      if (p.has(Arg::kLse)) of.lse = arena.lse(p.lse_dtype(), p.batch, count, p.hq);
+    }
   }
 };
 

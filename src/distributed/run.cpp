@@ -20,6 +20,7 @@
 #include "base/convert.h"
 #include "call/mask.h"
 #include "distributed/plan.h"
+#include "distributed/shared_work.h"
 #include "distributed/shipment.h"
 #include "distributed/step_calls.h"
 
@@ -81,7 +82,11 @@ class Work {
         group_(plan.group.impl()),
         args_(args),
         memory_(*plan.memory),
-        calls_(plan, args, run) {}
+        calls_(plan, args, run) {
+    if constexpr (!kBackward) {
+      if (plan.work_bytes > 0) shared_.emplace(plan, args, calls_, memory_);
+    }
+  }
 
   void operator()() {
     Line line(p_.device == Device{} && plan_.steps > 1);
@@ -106,11 +111,15 @@ class Work {
       calls_.after(memory_.mark());
       const Step step = *steps[number % 2];
       if (number + 1 < plan_.steps) arrived = fetched(number + 1);
-      calls_.compute(number, step);
+      shared_ ? shared_->compute(step) : calls_.compute(number, step);
       computed[number % 2] = calls_.mark();
       if (!kBackward && plan_.queries_stay()) continue;
       line.add(
           [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
+    }
+    if (shared_) {
+      memory_.meet();
+      shared_->collect();
     }
     calls_.join();
     if (!kBackward && plan_.ring) calls_.round_merged();
@@ -174,6 +183,7 @@ class Work {
       if (p_.has(Arg::kDlse)) queries(Part::of_lse(args_.dlse), step.dlse);
     }
     all.run(plan_.in_common());
+    if (shared_) shared_->offer();
     if (plan_.in_common()) memory_.meet();
   }
 
@@ -287,6 +297,7 @@ void RowsPlan::run(const ForwardArgs& args, const Run& run) const {
 
 void RowsPlan::run(const BackwardArgs& args, const Run& run) const {
   if (problem.pass != Pass::kBackward) return Impl::run(args, run);
+  std::optional<SharedWork> shared_;
   run_as_planned(group.impl(), planned_backward, args, run,
                  [&] { Work<BackwardArgs>(*this, args, run)(); });
 }

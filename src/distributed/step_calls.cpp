@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "base/convert.h"
+#include "base/parallel.h"
 #include "fulgur/merge.h"
 
 namespace fulgur::distributed {
@@ -82,14 +83,14 @@ void StepCalls<Args>::after(const Order::Mark& mark) {
   for (const Stream& stream : streams_) stream.order->after(mark);
 }
 
-/// Calls visit(source rank, run, sequences) for all runs of ranks whose queries, or keys, this
-/// rank has to compute; of each sequence where they have lengths of their own.
+/// Calls visit(source rank, run, sequences) for all runs of ranks whose queries, or keys, a rank
+/// has to compute; of each sequence where they have lengths of their own.
 template <class Args>
 template <class Visit>
-void StepCalls<Args>::each_run(const Rows& rows, const Visit& visit) const {
+void StepCalls<Args>::each_run(const Rows& rows, int rank, const Visit& visit) const {
   const bool alone = !plan_.packed && has_lengths();
   for (int source = 0; source < plan_.group.size(); ++source) {
-    if (!plan_.same_node(plan_.me, source)) continue;
+    if (!plan_.same_node(rank, source)) continue;
     for (const RowRun& run : rows.of(source)) {
       for (int64_t b = 0; b < (alone ? p_.batch : 1); ++b) {
         const int64_t number = alone ? b : run.sequence;
@@ -145,9 +146,9 @@ Options StepCalls<Args>::options_of(const Sequences& s, const Heads& heads, int6
 /// The calls of a step, the one with the most scores first: a short one then fills what it leaves
 /// idle at its end. Sums of dk and dv are of the keys that some row of a call sees.
 template <class Args>
-std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number) const {
+std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number, int rank) const {
   std::vector<RowsCall> calls;
-  each_run(plan_.q_rows, [&](int source, const RowRun& run, const Sequences& s) {
+  each_run(plan_.q_rows, rank, [&](int source, const RowRun& run, const Sequences& s) {
     const int64_t size = std::min(run.end, s.queries) - run.begin;
     if (size <= 0) return;
     KeyRange keys{0, s.keys};
@@ -177,11 +178,30 @@ std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number) const {
 }
 
 template <class Args>
-void StepCalls<Args>::compute(int64_t number, const Step& step) {
-  const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
+void StepCalls<Args>::begin(const Step& step) {
   if (has_lengths() || !dsinks.empty()) memory_.settle();  // the host waits for the step
   if (has_lengths() && !plan_.ring) write_padding(step);
-  const std::vector<RowsCall> calls = calls_of_step(number);
+}
+
+template <class Args>
+int StepCalls<Args>::threads() const {
+  return thread_count(plan_.options.threads);
+}
+
+template <class Args>
+void StepCalls<Args>::compute_alone(const RowsCall& c, const Heads& heads, const Step& step) const {
+  if constexpr (!kBackward) {
+    Options options = options_of(c.of, heads, c.run.begin, c.keys.begin);
+    options.threads = 1;
+    fulgur::forward(forward_call_of(c, heads, step), options, run_);
+  }
+}
+
+template <class Args>
+void StepCalls<Args>::compute(int64_t number, const Step& step) {
+  const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
+  begin(step);
+  const std::vector<RowsCall> calls = calls_of_step(number, plan_.me);
   bool stores = false;  // the first call its dk and dv where those of others are added
   if constexpr (kBackward) {
     if (args_.dsinks.given() && (!plan_.ring || number == 0)) compute_dsinks(heads, step);
@@ -196,9 +216,9 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
   for (size_t i = 0; i < calls.size(); ++i) {
     const RowsCall& c = calls[i];
     const Stream& stream = streams_[i % 2];
-    Args call = call_of(c, heads, step);
     const Options options = options_of(c.of, heads, c.run.begin, c.keys.begin);
     if constexpr (kBackward) {
+      Args call = call_of(c, heads, step);
       if (plan_.gathers_queries()) {  // dk and dv by calls of their own
         backward(call, options, c, heads, stream);
         continue;
@@ -218,8 +238,7 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
       stream.order->add(dk, keys_of(c, step.dk));
       stream.order->add(dv, keys_of(c, step.dv));
     } else {
-      const bool with_sinks = !plan_.ring || c.keys.empty();
-      if (with_sinks) call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
+      const Args call = forward_call_of(c, heads, step);
       fulgur::forward(call, options, stream.run);
       if (!plan_.ring) continue;
       const int64_t at = plan_.place(plan_.me, c.source, c.run);
@@ -230,6 +249,15 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
   if constexpr (kBackward) {
     if (plan_.gathers_queries()) compute_key_gradients(heads, step);
   }
+}
+
+template <class Args>
+Args StepCalls<Args>::forward_call_of(const RowsCall& c, const Heads& heads,
+                                      const Step& step) const {
+  Args call = call_of(c, heads, step);
+  const bool with_sinks = !plan_.ring || c.keys.empty();
+  if (with_sinks) call.sinks = narrow(args_.sinks, 0, heads.begin, heads.count);
+  return call;
 }
 
 /// What a call has of a step and of the caller's tensors, gradients of keys aside.
@@ -354,7 +382,7 @@ ConstTensor StepCalls<Args>::slopes(const Heads& heads, const Sequences& s) cons
 template <class Args>
 void StepCalls<Args>::compute_key_gradients(const Heads& heads, const Step& step) {
   if constexpr (kBackward) {
-    each_run(plan_.k_rows, [&](int, const RowRun& run, const Sequences& s) {
+    each_run(plan_.k_rows, plan_.me, [&](int, const RowRun& run, const Sequences& s) {
       const int64_t size = std::min(run.end, s.keys) - run.begin;
       if (size <= 0) return;
       const int64_t first = plan_.q_rows.begin(run.sequence), count = s.queries;

@@ -45,6 +45,14 @@ class StepCalls {
   void set_queries(int64_t number, Step& step) const;
   void compute(int64_t number, const Step& step);
 
+  /// What begins a step: the host has it, and rows that do not exist have results.
+  void begin(const Step& step);
+  /// The calls of a rank in a step, the one with the most scores first.
+  std::vector<RowsCall> calls_of_step(int64_t number, int rank) const;
+  /// A call of the forward pass by one thread, with the queries and keys of some heads.
+  void compute_alone(const RowsCall& c, const Heads& heads, const Step& step) const;
+  int threads() const;
+
   /// All calls until now.
   Order::Mark mark();
   /// Calls from now on wait for a mark.
@@ -66,10 +74,10 @@ class StepCalls {
 
   bool has_lengths() const { return !used_q_.empty() || !used_k_.empty(); }
   template <class Visit>
-  void each_run(const Rows& rows, const Visit& visit) const;
-  std::vector<RowsCall> calls_of_step(int64_t number) const;
+  void each_run(const Rows& rows, int rank, const Visit& visit) const;
   Options options_of(const Sequences& s, const Heads& heads, int64_t query, int64_t key) const;
   Args call_of(const RowsCall& c, const Heads& heads, const Step& step) const;
+  Args forward_call_of(const RowsCall& c, const Heads& heads, const Step& step) const;
   void backward(Args call, const Options& options, const RowsCall& c, const Heads& heads,
                 const Stream& stream) const;
   void take_rooms(std::vector<TensorBinding>& tensors) const;

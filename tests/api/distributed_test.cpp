@@ -7,6 +7,7 @@
 #include <netinet/in.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -16,6 +17,7 @@
 #include <cmath>
 #include <csignal>
 #include <cstring>
+#include <ctime>
 #include <functional>
 #include <map>
 #include <numeric>
@@ -711,6 +713,106 @@ TEST(Distributed, RingInLessWorkspace) {
   });
   for (int rank = 0; rank < ranks; ++rank) {
     EXPECT_EQ(processes.text(rank), "less, ring\nmax_workspace: got 1000 bytes, w");
+  }
+}
+
+/// Has this process sleep four times as long as it computes.
+void slow_down() {
+  struct sigaction action {};
+  action.sa_handler = [](int) {
+    const timespec time{0, 8'000'000};
+    nanosleep(&time, nullptr);
+  };
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGPROF, &action, nullptr);
+  const itimerval often{{0, 2000}, {0, 2000}};
+  setitimer(ITIMER_PROF, &often, nullptr);
+}
+
+double cpu_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// A rank of this machine that is done computes rows of slower ones, with the same bits.
+TEST(Distributed, RanksComputeRowsOfSlowerOnes) {
+  std::vector<Problem> problems = {{{.dtype = DType::kF32,
+                                     .batch = 2,
+                                     .sq = 1300,
+                                     .sk = 1300,
+                                     .hq = 4,
+                                     .hk = 2,
+                                     .mask = causal(),
+                                     .dropout = 0.1,
+                                     .seqused_q = true,
+                                     .seqused = true,
+                                     .sinks = true,
+                                     .bias = Bias::kHeads},
+                                    {Sharding::kZigzag}},
+                                   {{.dtype = DType::kBF16,
+                                     .batch = 2,
+                                     .sq = 1500,
+                                     .sk = 1500,
+                                     .hq = 4,
+                                     .hk = 4,
+                                     .mask = causal(),
+                                     .alibi = Alibi::kHeads},
+                                    {Sharding::kByArea}}};
+  problems.back().c.layout = Layout::kPacked;
+  problems.back().lengths = {{0, 0, 1500, 1500}, {1500, 1500, 700, 700}};
+  for (const Problem& problem : problems) {
+    SCOPED_TRACE(problem.c.name());
+    Workload w(problem.c, 14, problem.lengths);
+    w.options.threads = 1;
+    w.options.invariant = true;
+    w.run_forward();
+    const Shared s{problem, w};
+    for (const int threads : {1, 2}) {
+      const int port = free_port();
+      Processes processes(2, [&](int rank) {
+        const Group group = Group::connect(rank, 2, "127.0.0.1", port, 60);
+        ForwardTensors f = w.forward;
+        std::deque<Taken> memory;
+        const auto own = [&](Tensor& t, int dim, bool of_q) {
+          memory.push_back(take(t, dim, s.rows(of_q, 2, rank)));
+          t = memory.back().tensor;
+        };
+        own(f.q, s.row_dim(), true);
+        own(f.out, s.row_dim(), true);
+        own(f.k, s.row_dim(), false);
+        own(f.v, s.row_dim(), false);
+        own(f.lse, s.lse_dim(), true);
+        Options options = w.options;
+        options.threads = threads;
+        options.max_seqlen_q = options.max_seqlen_k = 0;
+        const DistributedPlan made = plan(f, options, group, problem.distribution);
+        if (rank == 1) slow_down();
+        const double before = cpu_seconds();
+        made.run(f, w.run_options);
+        const double seconds = cpu_seconds() - before;
+        Bytes all = bits(f.out);
+        const Bytes lse = bits(f.lse);
+        all.insert(all.end(), lse.begin(), lse.end());
+        all.resize(all.size() + sizeof(double));
+        std::memcpy(&*all.end() - sizeof(double), &seconds, sizeof(double));
+        return all;
+      });
+      double seconds[2] = {};
+      for (int rank = 0; rank < 2; ++rank) {
+        const std::vector<int64_t> rows = s.rows(true, 2, rank);
+        Bytes want = bits(take(w.forward.out, s.row_dim(), rows).tensor);
+        const Bytes lse = bits(take(w.forward.lse, s.lse_dim(), rows).tensor);
+        want.insert(want.end(), lse.begin(), lse.end());
+        Bytes got = processes.result(rank);
+        ASSERT_EQ(got.size(), want.size() + sizeof(double))
+            << std::string(reinterpret_cast<const char*>(got.data()), got.size());
+        std::memcpy(&seconds[rank], got.data() + want.size(), sizeof(double));
+        got.resize(want.size());
+        EXPECT_EQ(got == want, true) << "rank " << rank;
+      }
+      EXPECT_GT(seconds[0], 1.3 * seconds[1]) << threads << " threads";
+    }
   }
 }
 
