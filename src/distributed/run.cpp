@@ -225,13 +225,27 @@ class Work {
           const Heads heads = plan_.heads(r, number);
           for (const RowRun& run : plan_.k_rows.of(plan_.me)) {
             const Part to = local.heads(heads.begin, heads.count).rows(run.place, run.size());
-            sums ? all.receive_sum(r, to) : all.receive(r, to);
+            // Of the ranks that compute these heads the first one's sums are stored.
+            sums&& r >= plan_.head_ranks ? all.receive_sum(r, to) : all.receive(r, to);
           }
         }
       };
       keys(step.dk, sums ? calls_.sums.dk : part(args_.dk));
       keys(step.dv, sums ? calls_.sums.dv : part(args_.dv));
       all.run((!sums && plan_.head_ranks == 1) || (plan_.ring && number == 0));
+      if (sums && !plan_.ring) round_key_gradients(number);
+    }
+  }
+
+  /// The sums of all ranks of the keys that this rank has, of the heads of a step.
+  void round_key_gradients(int64_t number) {
+    for (int r = 0; r < plan_.head_ranks; ++r) {
+      const Heads heads = plan_.heads(r, number);
+      const auto round = [&](const Part& sums, const Part& to) {
+        memory_.round(sums.heads(heads.begin, heads.count), to.heads(heads.begin, heads.count));
+      };
+      round(calls_.sums.dk, part(args_.dk));
+      round(calls_.sums.dv, part(args_.dv));
     }
   }
 
@@ -240,8 +254,6 @@ class Work {
     if (plan_.ring) {
       memory_.after(computed);
       memory_.round(calls_.sums.dq, part(args_.dq));
-    }
-    if (!plan_.gathers_queries()) {
       memory_.round(calls_.sums.dk, part(args_.dk));
       memory_.round(calls_.sums.dv, part(args_.dv));
     }
@@ -285,6 +297,7 @@ class Work {
   const Args& args_;
   Memory& memory_;
   StepCalls<Args> calls_;
+  std::optional<SharedWork> shared_;
 };
 
 }  // namespace
@@ -297,7 +310,6 @@ void RowsPlan::run(const ForwardArgs& args, const Run& run) const {
 
 void RowsPlan::run(const BackwardArgs& args, const Run& run) const {
   if (problem.pass != Pass::kBackward) return Impl::run(args, run);
-  std::optional<SharedWork> shared_;
   run_as_planned(group.impl(), planned_backward, args, run,
                  [&] { Work<BackwardArgs>(*this, args, run)(); });
 }

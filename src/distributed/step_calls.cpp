@@ -459,9 +459,11 @@ void StepCalls<Args>::make_sums() {
   sums = Sums(plan_, args_, arena);
   if (plan_.ring) computing_->after(memory_.mark());
   if constexpr (kBackward) {
-    if (plan_.ring) computing_->clear(sums.dq);
-    memory_.clear(sums.dk);
-    memory_.clear(sums.dv);
+    if (plan_.ring) {
+      computing_->clear(sums.dq);
+      memory_.clear(sums.dk);
+      memory_.clear(sums.dv);
+    }
     for (const WholeGradient& g : sums.whole) memory_.clear(g.sums);
     if (args_.dsinks.given()) dsinks.resize(p_.hq);
   } else if (plan_.ring) {
