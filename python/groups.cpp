@@ -90,6 +90,7 @@ void register_groups(nb::module_& m) {
                   [](int rank, int ranks, nb::callable function) {
                     return Group::from_exchange(rank, ranks, exchange_by(std::move(function)));
                   })
+      .def_static("simulated", &Group::simulated)
       .def_prop_ro("rank", &Group::rank)
       .def_prop_ro("size", &Group::size)
       .def_prop_ro("dead", &Group::dead);

@@ -88,6 +88,19 @@ class Group:
         return cls._of(_fulgur.Group.from_nccl(comm, _a.real("deadline", deadline)))
 
     @classmethod
+    def simulated(cls, rank, size):
+        """This process alone, which computes what a rank of so many would, to measure it.
+
+        The rows of the others are its own, as many, where they would lie.
+
+        >>> import fulgur.distributed
+        >>> fulgur.distributed.Group.simulated(3, 1000).size
+        1000
+        """
+        rank, size = _a.integer("rank", rank, *_a.INT32), _a.integer("size", size, *_a.INT32)
+        return cls._of(_fulgur.Group.simulated(rank, size))
+
+    @classmethod
     def from_torch(cls, group):
         """That of a ProcessGroup of PyTorch, or a DeviceMesh of one dimension.
 

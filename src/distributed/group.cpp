@@ -7,6 +7,7 @@
 
 #include "base/check.h"
 #include "distributed/transport/nccl.h"
+#include "distributed/transport/simulated.h"
 #include "distributed/transport/sockets.h"
 
 namespace fulgur {
@@ -102,6 +103,11 @@ Group Group::from_exchange(int rank, int ranks, Exchange exchange) {
   if (!exchange) fail("exchange", "not given, want a function");
   return Group(
       std::make_shared<Impl>(rank, ranks, std::make_unique<Callback>(std::move(exchange))));
+}
+
+Group Group::simulated(int rank, int ranks) {
+  distributed::check_rank(rank, ranks);
+  return Group(std::make_shared<Impl>(rank, ranks, distributed::simulated_ranks()));
 }
 
 int Group::rank() const { return impl_->rank; }

@@ -816,6 +816,51 @@ TEST(Distributed, RanksComputeRowsOfSlowerOnes) {
   }
 }
 
+// A rank alone, for which its own rows stand for those of the others.
+void expect_simulated(Device device) {
+  const DType dtype = device == Device{} ? DType::kF32 : DType::kBF16;
+  const Problem problem{{.dtype = dtype, .sq = 512, .sk = 512, .hq = 4, .mask = causal()},
+                        {Sharding::kZigzag}};
+  Workload w(problem.c, 15);
+  w.options.invariant = true;
+  w.options.threads = 1;
+  const Shared s{problem, w};
+  const std::vector<int64_t> rows = s.rows(true, 4, 1);
+  for (const Tensor* t : {&w.forward.k, &w.forward.v}) {
+    const Taken own = take(*t, 1, rows);
+    for (int rank = 0; rank < 4; ++rank) {
+      each_pair(*t, own.tensor, 1, s.rows(false, 4, rank),
+                [&](std::byte* x, std::byte* y) { std::memcpy(x, y, size_of(t->dtype)); });
+    }
+  }
+  const std::string said =
+      Processes(1, [&](int) {
+        ForwardTensors whole = w.forward, f = w.forward;
+        std::deque<Taken> memory;
+        for (Tensor* t : {&f.q, &f.k, &f.v, &f.out}) {
+          memory.push_back(take(*t, 1, rows));
+          *t = memory.back().tensor;
+        }
+        f.lse = {};
+        whole.lse = {};
+        const Tensor all = whole.out, own = f.out;
+        OnGpu gpu(device);
+        for (ForwardTensors* tensors : {&whole, &f}) {
+          for (Tensor* t : {&tensors->q, &tensors->k, &tensors->v, &tensors->out}) {
+            gpu.place(*t);
+          }
+        }
+        forward(whole, w.options);
+        forward(f, w.options, Group::simulated(1, 4), problem.distribution);
+        gpu.bring_back();
+        const bool same = bits(take(all, 1, rows).tensor) == bits(own);
+        return bytes_of(same ? "same bits" : "other bits");
+      }).text(0);
+  EXPECT_EQ(said, "same bits");
+}
+
+TEST(Distributed, SimulatedRank) { expect_simulated({}); }
+
 // Without `invariant` gradients are sums of parts: as right, and the same in every run.
 TEST(Distributed, FastGradients) {
   for (const Problem& problem : problems()) {
@@ -1418,6 +1463,8 @@ class DistributedOnGpus : public testing::Test {
   }
   int count_ = 0;
 };
+
+TEST_F(DistributedOnGpus, SimulatedRank) { expect_simulated({DeviceType::kCuda, 0}); }
 
 TEST_F(DistributedOnGpus, OfFewRows) {
   for (const bool invariant : {false, true}) {

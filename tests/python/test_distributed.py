@@ -101,6 +101,21 @@ def test_calls_keep_their_plans():
     assert counts[0] > counts[1] == counts[2]
 
 
+def test_a_simulated_rank():
+    rows = [fulgur.distributed.rows_of("zigzag", 512, 4, rank) for rank in range(4)]
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, 128, 2, 16), np.float32) for _ in range(3))
+    whole = [np.empty((1, 512, 2, 16), np.float32) for _ in range(3)]
+    for to, own in zip(whole, (q, k, v)):
+        for of_rank in rows:
+            to[:, of_rank] = own
+    options = dict(causal=True, invariant=True, threads=1)
+    got = fulgur.distributed.attention(
+        q, k, v, group=fulgur.distributed.Group.simulated(2, 4), sharding="zigzag", **options
+    )
+    assert np.array_equal(got, fulgur.attention(*whole, **options)[:, rows[2]])
+
+
 def test_pages():
     """Of a process alone: the bits of no other call, but its numbers."""
     rng = np.random.default_rng(0)
@@ -146,5 +161,7 @@ def test_errors():
         fulgur.distributed.Group.from_nccl(None)
     with pytest.raises(ValueError, match="comm: got null, want a communicator of NCCL"):
         fulgur.distributed.Group.from_nccl(0)
+    with pytest.raises(ValueError, match="rank: got 4, want 0 to 3"):
+        fulgur.distributed.Group.simulated(4, 4)
     with pytest.raises(ValueError, match="head_ranks: got 2, want a divisor of the 1 ranks"):
         fulgur.distributed.attention(q, q, q, group=group, head_ranks=2)

@@ -39,6 +39,9 @@ class FULGUR_API Group {
   static Group from_nccl(void* comm, double deadline = kDeadline);
   /// By the caller's function.
   static Group from_exchange(int rank, int ranks, Exchange exchange);
+  /// This process alone, which computes what a rank of so many would, to measure it: the rows of
+  /// the others are its own, as many, where they would lie.
+  static Group simulated(int rank, int ranks);
 
   explicit Group(std::shared_ptr<Impl> impl) : impl_(std::move(impl)) {}
   int rank() const;

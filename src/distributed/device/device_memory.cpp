@@ -150,7 +150,8 @@ DeviceMemory::DeviceMemory(Group::Impl& group, int index)
   } catch (const Error& failed) {
     error = failed;
   }
-  if (carrier_ != nullptr && carrier_->device() != index) {
+  if (carrier_ != nullptr && carrier_->device() != GpuTransport::kAnyDevice &&
+      carrier_->device() != index) {
     error = Error(Status::kInvalidArgument,
                   fmt::format("q: got cuda:{}, want cuda:{} as the communicator of the group",
                               index, carrier_->device()));

@@ -10,6 +10,7 @@ namespace fulgur::distributed {
 /// Carries memory of a GPU, in the order of a stream of its.
 class GpuTransport {
  public:
+  static constexpr int kAnyDevice = -1;
   virtual ~GpuTransport() = default;
   virtual int device() const = 0;
   /// An Exchange of what lies there. Waits until it is done. Throws Error(kUnavailable).
