@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Attention over several processes, on the GPUs of a machine or on its CPU: a table for numbers of ranks.
 
-    bench/distributed.py --ranks 1,2,4,8 --seconds 600 --json F   # 32k to 512k tokens, 32/8 and 64/8 heads, both passes
-    tools/distributed_table.py --write F                          # docs/performance/distributed.*
+    bench/distributed.py --ranks 1,2,4,8 --seconds 600 --write     # 32k to 512k tokens, 32/8 and 64/8 heads, both
+                                                                   # passes: docs/performance/distributed.*
     bench/distributed.py --device cpu --ranks 1,2 --lengths 1k --json distributed.json
     bench/distributed.py --simulate 64 --lengths 1m                # the share of some ranks of 64, on one device
 
 Of as many processes as the largest number of ranks, a GPU each, the first ones compute. A row has the time of a call,
 its TFLOP/s a rank (a causal call counts as half of a full one), how many times faster than one device it is, and what
 the model of `fulgur explain --ranks` expects of it: the share of what one device took in the same run, and what the
-model says of waiting. `invariant` calls are compared with one device's bits. A peer whose result is another one than
+model says of waiting; of one device the estimate of its plan. `invariant` calls are compared with one device's bits. A peer whose result is another one than
 fulgur's is not timed. In `--seconds` the rows that say most come first: one device and gather, causal calls of middle
 lengths; those that there is no time for are named.
 
@@ -292,7 +292,9 @@ class Rank:
                     run = lambda: fd.attention_backward(dout, q, k, v, out, lse, **how)  # noqa: B023, E731
                 else:
                     run = lambda: fd.attention(q, k, v, **how)  # noqa: B023, E731
-                row = dataclasses.asdict(case) | {"ranks": size, "rank": rank, "ms": 1e3 * self.seconds(run)}
+                seconds = self.seconds(run)
+                row = dataclasses.asdict(case) | {"ranks": size, "rank": rank, "ms": 1e3 * seconds}
+                row["tflops"] = case.flops() / seconds / size / 1e12
                 row["predicted_ms"] = predicted(self.args, case, size, "gather").get("model_computing_ms")
                 print(json.dumps(row), flush=True)
 
@@ -363,23 +365,26 @@ def rows_of_table(args):
 
 
 def predicted(args, case, ranks, way):
-    """The milliseconds of a call that the model expects a rank to compute and to wait: of invariant calls none."""
-    if way == "invariant" and case.backward:
-        return {}
-    head_ranks = OURS[way](ranks).get("head_ranks", 1)
+    """The milliseconds of a call that the model expects a rank to compute and to wait."""
+    head_ranks = OURS.get(way, OURS["gather"])(ranks).get("head_ranks", 1)
     command = [sys.executable, "-m", "fulgur", "explain", "--sq", case.s, "--hq", case.heads, "--hk", case.kv_heads,
                "--d", case.d, "--dtype", "bf16", "--ranks", ranks, "--link", args.link]  # fmt: skip
-    command += ["--causal"] * case.causal + ["--backward"] * case.backward
+    command += ["--causal"] * case.causal + ["--backward"] * case.backward + ["--invariant"] * (way == "invariant")
     if args.device == "cuda":
         command += ["--card", args.card or ("h200" if "H200" in torch.cuda.get_device_name() else "h100")]
     else:
         command += ["--threads", torch.get_num_threads()]
+    if ranks == 1:
+        command = command[: command.index("--ranks")] + command[command.index("--link") + 2 :] + ["--json"]
     done = subprocess.run([str(x) for x in command], capture_output=True, text=True)
     if done.returncode != 0:
         return {}
-    if way == "turns":
+    if ranks == 1:
+        estimate = json.loads(done.stdout).get("estimate_us")
+        return {"model_computing_ms": estimate / 1e3, "model_waiting_ms": 0} if estimate else {}
+    if way in ("turns", "ring_fulgur"):
         way = "ring"
-    elif head_ranks == 1:
+    elif head_ranks == 1:  # gather, and the same with invariant
         way = "gather"
     else:
         way = f"heads {'and gather ' if head_ranks < ranks else ''}({head_ranks} ranks)"
@@ -444,12 +449,16 @@ def case_of(row):
 
 
 def add_model(args, rows):
-    """To rows of fulgur what the model expects, and to all how many times faster than one device they are."""
+    """To rows of fulgur's kernels what the model expects, to all how many times faster than one device they are."""
     one = {case_of(row): row["ms"] for row in rows if row.get("way") == "one" and "ms" in row}
-    of_fulgur = [row for row in rows if row.get("way") in OURS and "ms" in row]
+    of_fulgur = [row for row in rows if row.get("way") in {"one", *OURS, "ring_fulgur"} and "ms" in row]
 
     def model(row):
-        return predicted(args, case_of(row), row["ranks"], row["way"])
+        found = predicted(args, case_of(row), row["ranks"], row["way"])
+        if row["way"] == "invariant" and found:
+            fast = predicted(args, case_of(row), row["ranks"], "gather")
+            found["model_slower"] = found["model_computing_ms"] / fast["model_computing_ms"]
+        return found
 
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as threads:
         for row, found in zip(of_fulgur, threads.map(model, of_fulgur)):
@@ -460,8 +469,11 @@ def add_model(args, rows):
         case = case_of(row)
         if case in one:
             row["speedup"] = one[case] / row["ms"]
-        if "model_waiting_ms" in row and case in one:
-            row["predicted_ms"] = one[case] / row["ranks"] + row["model_waiting_ms"]
+        if row.get("way") == "one" and "model_computing_ms" in row:
+            row["predicted_ms"] = row["model_computing_ms"]
+        elif "model_waiting_ms" in row and case in one:
+            share = one[case] / row["ranks"] * row.get("model_slower", 1)
+            row["predicted_ms"] = share + row["model_waiting_ms"]
 
 
 def number(text):
@@ -498,7 +510,8 @@ def main():
     add("--row-seconds", type=float, default=0.3, help="of calls that are timed, of a row")
     add("--seconds", type=float, default=1200, help="of all rows, once the processes have met")
     add("--simulate", type=int, help="the share of some ranks of so many, on one device")
-    add("--json", type=pathlib.Path, help="the report to write, which tools/distributed_table.py --write takes")
+    add("--json", type=pathlib.Path, help="the report to write, which tools/distributed_table.py --write takes, too")
+    add("--write", action="store_true", help="take the report as docs/performance/distributed.*")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     args.link = args.link or ("386e9,14us" if args.device == "cuda" else "5e9,50us")
@@ -530,6 +543,8 @@ def main():
     print(distributed_table.markdown(report))
     if args.json:
         report_file.write(args.json, report)
+    if args.write:
+        distributed_table.take(report)
     if any(row.get("same_bits") is False for row in rows):
         raise SystemExit("invariant calls have other bits than those of one device")
 

@@ -74,20 +74,21 @@ def markdown(report):
         f"# Attention over several processes on {report['device']}",
         "",
         f"`bench/distributed.py` on {report['date']}, PyTorch {report['torch']}, fulgur {report['fulgur']}, a process for"
-        f" each device: bf16, milliseconds of the slowest rank of a call with its plan, from Python. TFLOP/s are of a"
-        f" rank, a causal call counts as half of a full one. The model is `fulgur explain --ranks --link"
-        f" {report['link']}`: the share of what one device took here, and what is waited for. `invariant` calls have the"
-        f" bits of one device, or OTHER ones. [distributed.md](../distributed.md) says what the ways are; published are"
-        f" TFLOP/s of MagiAttention and of TransformerEngine's ring on 8 H100.",
+        f" each device: bf16, milliseconds of the slowest rank of a call from Python. TFLOP/s are of a rank, a causal call"
+        f" counts as half of a full one. The model is `fulgur explain --ranks --link {report['link']}`: the share of what"
+        f" one device took here, and what is waited for; of one device the estimate of its plan. `invariant` calls have"
+        f" the bits of one device, or OTHER ones. [distributed.md](../distributed.md) says what the ways are; published"
+        f" are TFLOP/s of MagiAttention and of TransformerEngine's ring on 8 H100.",
         "",
         in_line(["call", "ranks", "way", "ms", "TFLOP/s", "times one", "model, ms", "off", "bits", "published"]),
         in_line(["---", "---:", "---"] + ["---:"] * 5 + ["---", "---:"]),
         *map(line, rows),
     ]
-    errors = [abs(math.log(r["ms"] / r["predicted_ms"])) for r in rows if r.get("predicted_ms") and "ms" in r]
+    modeled = [r for r in rows if r["ranks"] > 1 and r.get("predicted_ms") and "ms" in r]
+    errors = [abs(math.log(r["ms"] / r["predicted_ms"])) for r in modeled]
     if errors:
         worst, middle = (math.exp(x) - 1 for x in (max(errors), statistics.median(errors)))
-        text += ["", f"The model is off by {middle:.0%} in the median, by {worst:.0%} at most."]
+        text += ["", f"The model is off by {middle:.0%} in the median, by {worst:.0%} at most, one device aside."]
     left = {}
     for row in report["rows"]:
         if row.get("missing") == "no time":
@@ -101,15 +102,19 @@ def markdown(report):
     return "\n".join(text) + "\n"
 
 
+def take(report):
+    """A new report, and its page."""
+    report_file.write(REPORT, report)
+    report_file.page(REPORT, ".md").write_text(markdown(report))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--write", type=pathlib.Path, metavar="F.json", help="take this report")
     args = parser.parse_args()
     page = report_file.page(REPORT, ".md")
     if args.write:
-        report = report_file.read(args.write)
-        report_file.write(REPORT, report)
-        page.write_text(markdown(report))
+        take(report_file.read(args.write))
         return 0
     if not REPORT.exists():
         print(f"there is no {REPORT.name}")

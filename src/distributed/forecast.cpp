@@ -27,7 +27,7 @@ struct Traffic {
 struct WholeCall {
   double q, kv, out, lse, sums;  // sums: of dK and dV, in f32 where q has 16 bits
   int64_t hk;
-  bool backward, on_host;
+  bool backward, on_host, invariant;
   double seconds;  // on one device
 };
 
@@ -52,6 +52,7 @@ WholeCall whole_call(const Plan& plan) {
           .hk = details.get<int64_t>("call.hk"),
           .backward = details.get<std::string>("call.pass") == "backward",
           .on_host = details.get<std::string>("call.device") == "cpu",
+          .invariant = details.has("call.invariant"),
           .seconds = details.get<double>("estimate_us") * 1e-6};
 }
 
@@ -73,22 +74,35 @@ Traffic operator+(const Traffic& a, const Traffic& b) {
 Forecast by_gather(const WholeCall& s, const Ranks& ranks, int head_ranks) {
   const double N = ranks.count, L = head_ranks;
   const double rows = s.q + (s.backward ? 2 * s.out + s.lse : 0);  // that come with queries
-  const Traffic fetched = exchange((rows + s.kv) / N, L) + gather(s.kv, L, ranks);
+  const bool gathers_queries = s.backward && s.invariant;
+  const Traffic fetched =
+      exchange((rows + s.kv) / N, L) + gather(s.kv + (gathers_queries ? rows : 0), L, ranks);
   Traffic returned = exchange((s.backward ? s.q : s.out + s.lse) / N, L);
-  if (s.backward) returned = returned + exchange(s.sums / N, L) + gather(s.sums, L, ranks);
-  const auto steps = static_cast<double>(distributed::steps_of(
-      s.backward ? Pass::kBackward : Pass::kForward, s.on_host, s.hk / head_ranks));
+  if (gathers_queries) {
+    returned = returned + exchange(s.kv / N, L);
+  } else if (s.backward) {
+    returned = returned + exchange(s.sums / N, L) + gather(s.sums, L, ranks);
+  }
+  const Pass pass = s.backward ? Pass::kBackward : Pass::kForward;
+  const double steps =
+      gathers_queries
+          ? 1
+          : static_cast<double>(distributed::steps_of(pass, s.on_host, s.hk / head_ranks));
   const auto step = [&](Traffic t) {
     t.in_node /= steps;
     t.between /= steps;
     return t.seconds(ranks);
   };
-  const double compute = s.seconds / N, fetch = step(fetched), give = step(returned);
+  // Of the five products of gradients two are computed for dQ and again for dK and dV.
+  const double compute = s.seconds / N * (gathers_queries ? 1.4 : 1);
+  const double fetch = step(fetched), give = step(returned);
   Forecast f;
   f.way = head_ranks == 1 ? "gather" : head_ranks == ranks.count ? "heads" : "heads and gather";
   f.head_ranks = head_ranks;
   f.bytes = fetched.bytes() + returned.bytes();
-  f.memory = 2 * (s.kv / L + (s.backward ? s.sums / L : 0)) / steps + (rows + s.out) / N;
+  f.memory = gathers_queries
+                 ? 2 * (2 * s.kv + rows + s.q) / L
+                 : 2 * (s.kv / L + (s.backward ? s.sums / L : 0)) / steps + (rows + s.out) / N;
   f.compute = compute;
   // The first rows to come and the last ones to go, and what a step's products do not hide.
   f.exposed = fetch + give + (steps - 1) * std::max(0.0, fetch + give - compute / steps);
@@ -135,7 +149,7 @@ std::vector<Forecast> forecast(const Plan& plan, const Ranks& ranks) {
       ways.push_back(by_gather(call, all, L));
     }
   }
-  ways.push_back(by_ring(call, all));
+  if (!call.invariant) ways.push_back(by_ring(call, all));  // which has other bits
   return ways;
 }
 

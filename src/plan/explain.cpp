@@ -94,6 +94,7 @@ Details call_details(const Problem& p) {
   call.add("scale", p.scale);
   if (p.softcap > 0) call.add("softcap", p.softcap);
   if (p.dropout_p > 0) call.add("dropout_p", p.dropout_p);
+  if (p.invariant) call.add("invariant", true);
   if (p.algorithm != Algorithm::kAny) call.add("algorithm", name_of(p.algorithm));
   if (p.expressions.changes_scores()) call.add("score_mod", p.expressions.score_text());
   if (p.expressions.masks()) call.add("mask_mod", p.expressions.mask_text());

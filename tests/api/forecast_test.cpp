@@ -16,14 +16,14 @@ constexpr double kKeyBytes = kRows * 8 * 256 * 2.0;  // of K and V
 constexpr double kQueryBytes = kRows * 32 * 128 * 2.0;
 
 /// A causal call of 32 heads in groups of 4, d 128, on an H200.
-Plan plan_of(bool backward) {
+Plan plan_of(bool backward, bool invariant = false) {
   const Device device{DeviceType::kCuda, 0};
   const auto tensor = [&](int64_t heads) {
     return Tensor::contiguous(nullptr, DType::kBF16, {1, kRows, heads, 128}, device);
   };
   const Tensor q = tensor(32), k = tensor(8);
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {1, 32, kRows}, device);
-  const Options options{.mask = causal()};
+  const Options options{.mask = causal(), .invariant = invariant};
   if (!backward) {
     return cuda::plan_for_card("h200", ForwardArgs{q, k, k, q, lse}, options);
   }
@@ -62,6 +62,19 @@ TEST(Forecast, OfGradients) {
   const auto backward = forecast(plan_of(true), {4, 4, kFast, kSlow});
   // Keys and values come again, and sums of their gradients in f32.
   EXPECT_DOUBLE_EQ(way(backward, "gather").bytes, 3 * way(forward, "gather").bytes);
+}
+
+// Queries come, too, for dk and dv of own keys, and nothing returns.
+TEST(Forecast, OfInvariantGradients) {
+  const Plan plan = plan_of(true, true);
+  const double seconds = plan.details().get<double>("estimate_us") * 1e-6;
+  const auto ways = forecast(plan, {4, 4, kFast, kSlow});
+  const Forecast& gather = way(ways, "gather");
+  const double rows = kKeyBytes + 3 * kQueryBytes + kRows * 32 * 4.0;
+  EXPECT_DOUBLE_EQ(gather.bytes, rows * 3 / 4);
+  EXPECT_DOUBLE_EQ(gather.compute, seconds / 4 * 1.4);
+  EXPECT_NEAR(gather.exposed, gather.bytes / 375e9 + 5e-6, 1e-9);
+  for (const Forecast& f : ways) EXPECT_NE(f.way, "ring");
 }
 
 // Gathered bytes do not shrink with ranks, what a rank computes does: nodes then share out heads.

@@ -33,7 +33,8 @@ struct Forecast {
 
 /// The ways to share out the call of a plan of one device among ranks with such devices: rows
 /// evenly, so that each computes as much. What a rank computes takes as long as its share of
-/// the plan's estimate. Transfers go by steps of heads, the next one's while one is computed; those
+/// the plan's estimate, of `invariant` gradients 7/5 of it: a part of the products is computed
+/// twice. Transfers go by steps of heads, the next one's while one is computed; those
 /// of one step follow each other. Throws Error(kUnsupported) for a plan without an estimate
 /// (plan_for_card() has one), and kInvalidArgument.
 FULGUR_API std::vector<Forecast> forecast(const Plan& plan, const Ranks& ranks);
