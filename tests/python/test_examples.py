@@ -91,6 +91,12 @@ def test_bench_of_ranks(tmp_path):
     done = run(ROOT / "bench/distributed.py", "--device", "cpu", "--ranks", "1,2", *shape, "--seconds", 0)
     assert done.returncode == 0 and "There was no time for 14 more:\n" in done.stdout
     assert "- forward causal 256, 4/2 heads d 32: one device, gather of 2" in done.stdout
+    shape = ("--lengths", 512, *shape[2:])
+    done = run(ROOT / "bench/distributed.py", "--device", "cpu", "--simulate", 4, *shape, "--json", to)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(to.read_text())["rows"]
+    assert [(row["rank"], row["backward"]) for row in rows] == [(r, b) for b in (False, True) for r in (0, 2, 3)]
+    assert all(row["ms"] > 0 and row["predicted_ms"] > 0 for row in rows) and "rank 3 alone" in done.stdout
 
 
 @pytest.mark.slow
