@@ -9,9 +9,9 @@
 Of as many processes as the largest number of ranks, a GPU each, the first ones compute. A row has the time of a call,
 its TFLOP/s a rank (a causal call counts as half of a full one), how many times faster than one device it is, and what
 the model of `fulgur explain --ranks` expects of it: the share of what one device took in the same run, and what the
-model says of waiting; of one device the estimate of its plan. `invariant` calls are compared with one device's bits. A peer whose result is another one than
-fulgur's is not timed. In `--seconds` the rows that say most come first: one device and gather, causal calls of middle
-lengths; those that there is no time for are named.
+model says of waiting; of one device the estimate of its plan. `invariant` calls are compared with one device's bits. A
+peer whose result is another one than fulgur's is not timed. In `--seconds` the rows that say most come first: one
+device and gather, causal calls of middle lengths; those that there is no time for are named.
 
 Ways: `gather` fetches keys by heads, `heads` exchanges heads for rows (Ulysses), `2d` does both, `turns` is fulgur's
 ring, and `invariant` gather with the bits of one device. `ring` is ring-flash-attention's zigzag one, on the module

@@ -73,12 +73,12 @@ def markdown(report):
     text = [
         f"# Attention over several processes on {report['device']}",
         "",
-        f"`bench/distributed.py` on {report['date']}, PyTorch {report['torch']}, fulgur {report['fulgur']}, a process for"
-        f" each device: bf16, milliseconds of the slowest rank of a call from Python. TFLOP/s are of a rank, a causal call"
-        f" counts as half of a full one. The model is `fulgur explain --ranks --link {report['link']}`: the share of what"
-        f" one device took here, and what is waited for; of one device the estimate of its plan. `invariant` calls have"
-        f" the bits of one device, or OTHER ones. [distributed.md](../distributed.md) says what the ways are; published"
-        f" are TFLOP/s of MagiAttention and of TransformerEngine's ring on 8 H100.",
+        f"`bench/distributed.py` on {report['date']}, PyTorch {report['torch']}, fulgur {report['fulgur']}, a process"
+        f" for each device: bf16, milliseconds of the slowest rank of a call from Python. TFLOP/s are of a rank, a"
+        f" causal call counts as half of a full one. The model is `fulgur explain --ranks --link {report['link']}`: the"
+        f" share of what one device took here, and what is waited for; of one device the estimate of its plan."
+        f" `invariant` calls have the bits of one device, or OTHER ones. [distributed.md](../distributed.md) says what"
+        f" the ways are; published are TFLOP/s of MagiAttention and of TransformerEngine's ring on 8 H100.",
         "",
         in_line(["call", "ranks", "way", "ms", "TFLOP/s", "times one", "model, ms", "off", "bits", "published"]),
         in_line(["---", "---:", "---"] + ["---:"] * 5 + ["---", "---:"]),
