@@ -204,8 +204,7 @@ class WavePlanner {
     set_row_blocks();
   }
 
-  /// Large row blocks read K less often, but all SMs should have one. How many there are depends on
-  /// the batch, which the kernel of an invariant call must not.
+  /// Large row blocks read K less often, but all SMs should have one. A row has the same bits in any.
   void set_row_blocks() {
     const auto row_blocks = [&](const Wave& wave) {
       const int last = std::min(wave.first_tile + wave.tiles, work_.row_tiles);
@@ -215,7 +214,7 @@ class WavePlanner {
           plan_.has_left && !plan_.has_right ? kernels::kAscending : kernels::kDescending);
     };
     const auto too_few = [&] {
-      if (p_.invariant || plan_.waves.empty()) return false;
+      if (plan_.waves.empty()) return false;
       const BlockSchedule blocks = row_blocks(plan_.waves.at(0).wave);
       return int64_t{blocks.blocks} * blocks.batch_heads < sms_;
     };
