@@ -10,10 +10,12 @@
 namespace fulgur::distributed {
 namespace {
 
-constexpr double kUnits = 128;       // of a rank, whatever threads it has: all cut alike
-constexpr double kUnitFlops = 3e7;   // at least: a unit is a call
-constexpr double kOffered = 0.5;     // of the scores of a rank
-constexpr int64_t kBlockRows = 512;  // rows of a kv head for which an engine packs keys once
+constexpr double kUnits = 128;      // of a rank, whatever threads it has: all cut alike
+constexpr double kUnitFlops = 3e7;  // at least: a unit is a call
+constexpr double kOffered = 0.75;   // of the scores of a rank
+// Rows of a kv head of a unit: those for which engines pack keys once, where that takes long, as of
+// 16 bits for tiles; else whole panels of every vector length.
+constexpr int64_t kRowsOf16Bits = 512, kRows = 192;
 
 double scores_of(const RowsPlan& plan, const RowsCall& c) {
   const auto keys_of = [&](int64_t row) {
@@ -64,7 +66,8 @@ auto SharedWork::units_of(int rank) const -> Units {
 
 void SharedWork::cut(const RowsCall& call, double most, std::vector<Unit>& units) const {
   const int64_t hk = plan_.problem.hk, group = plan_.problem.group();
-  const int64_t block = std::max<int64_t>(1, kBlockRows / group / 64) * 64;
+  const int64_t whole = size_of(plan_.problem.dtypes.k) == 2 ? kRowsOf16Bits : kRows;
+  const int64_t block = std::max<int64_t>(1, whole / group / 64) * 64;
   const double of_head = scores_of(plan_, call);
   const double of_sequence = of_head * static_cast<double>(hk);
   const int64_t sequences =
