@@ -6,8 +6,8 @@
 namespace fulgur::cuda {
 
 bool rows_decide(const Problem& p) {
-  return p.invariant && p.dtypes.q != DType::kE4M3 && !has_cache(p) && !p.has(Arg::kTreeMask) &&
-         p.dropout_p == 0;
+  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
+  return p.invariant && !codes && !has_cache(p) && !p.has(Arg::kTreeMask) && p.dropout_p == 0;
 }
 
 int64_t few_queries(const Problem& p) { return rows_decide(p) ? kFewRows / p.group() : 0; }

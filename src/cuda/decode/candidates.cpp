@@ -106,7 +106,9 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
   const int64_t rows = rows_of_kv_head(p);
   plan.warps_per_group = warps;
   plan.residents = residents;
-  plan.tile_rows = warps > 1 ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
+  // How many rows there are depends on the batch, which an invariant call must not.
+  const bool any_rows = warps > 1 || p.invariant;
+  plan.tile_rows = any_rows ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
   plan.block_keys = block_keys_of(plan, p);
   set_buffers(plan, card);
   plan.box_keys = plan.warpgroup_path() ? box_keys_of(p, plan.block_keys) : 0;
@@ -191,7 +193,8 @@ std::vector<DecodePlan> decode_plans(const Problem& p, const Card& card) {
     plans.push_back(plan);
   };
   if (p.invariant) {
-    add(with_tile(common, p, card, kernels::kWarpgroupWarps, 1), DecodeSchedule::kInvariantSplits);
+    const int warps = common.has_codes() ? 1 : kernels::kWarpgroupWarps;
+    add(with_tile(common, p, card, warps, 1), DecodeSchedule::kInvariantSplits);
     return plans;
   }
   for (const DecodePlan& tile : tiles_of(common, p, card)) {

@@ -48,7 +48,6 @@ std::string keys_rejected(const Problem& p) {
                          name_of(dtype), dim / scales.groups, name);
     }
   }
-  if (p.invariant) return "computes low-bit k and v without `invariant`";
   return {};
 }
 
@@ -308,7 +307,7 @@ std::string decode_rejects_few(const Problem& p) {
                        p.cache.entries, p.cache.page, p.cache.ids);
   }
   // The kernels number the chunks of all q blocks with ints, of blocks as small as they may be.
-  const int64_t min_rows = p.invariant ? kFewRows : 16;
+  const int64_t min_rows = p.invariant && !codes ? kFewRows : 16;
   // Doubles, as with no rows of q there may be any number of its heads.
   const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
   const double q_blocks =

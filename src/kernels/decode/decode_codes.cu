@@ -55,7 +55,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     work_tiles = saved.load();
     finish(p, tile, O, rows);
     combine_warp_groups(p, tile, TransposedResult{rows, O});
-    if (tile.splits > 1) end_split<Schedule>(p, tile);
+    if constexpr (!Schedule::kCombineKernel)
+      if (tile.splits > 1) end_split<Schedule>(p, tile);
     more = work_tiles.next(p);
     if (more) queries.prefetch(p, tile);
   }

@@ -10,7 +10,7 @@
 #include "decode/scores.cuh"
 #include "decode/decode_warp.cuh"
 
-static_assert(!kCodesK && !kCodesV);
+static_assert(!kCodesK && !kCodesV && !Schedule::kCombineKernel);
 
 // S = Q K^T of the warp's rows, whose Q lies at `q`, and the tile at `k`.
 __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {

@@ -4,7 +4,7 @@
 #include "decode/append.cuh"
 #include "decode/loads.cuh"
 
-static_assert(!kWarpgroupPath && !Schedule::kCombineKernel);
+static_assert(!kWarpgroupPath);
 
 // Q of the work tiles that have keys, one after another. All threads copy it through registers: ahead of its place in
 // shared memory, or when that is free where registers are full, as elements need them, and all that scores may need

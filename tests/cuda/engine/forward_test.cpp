@@ -412,9 +412,6 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
                  "takes no low-bit k (q4_1) but e4m3, e5m2, int8, int4, q8_0 and q4_0");
   expect_refused(cached(DType::kF16, DType::kInt8),
                  "computes k and v of codes or of the dtype of q, got k of f16");
-  ForwardCall invariant = cached(DType::kInt8, DType::kInt4);
-  invariant.options.invariant = true;
-  expect_refused(invariant, "computes low-bit k and v without `invariant`");
   expect_refused(with([](ForwardArgs& a) { a.out.dtype = DType::kF32; }),
                  "writes bf16 and f16 for e4m3, got an out of f32");
   expect_refused(with([](ForwardArgs& a) {

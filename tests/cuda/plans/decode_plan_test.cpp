@@ -419,15 +419,18 @@ TEST(DecodePlan, IsChosenWhereMemoryBinds) {
 }
 
 TEST(DecodePlan, OfInvariantCallsDependsOnNoLength) {
-  const auto plan = [](int64_t batch, int64_t sq) {
-    Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
-    p.given.set(Arg::kCacheBatchIdx, true);
-    DecodePlan made = decode_candidate(p, {}).plan;
-    EXPECT_EQ(made.schedule, DecodeSchedule::kInvariantSplits);
-    return kernel_config(made);
-  };
-  EXPECT_EQ(plan(1, 1), plan(64, 1));
-  EXPECT_EQ(plan(1, 1), plan(3, 100));
+  for (const DType keys : {DType::kBF16, DType::kInt8, DType::kQ4_0}) {
+    const auto plan = [&](int64_t batch, int64_t sq) {
+      Problem p = forward_problem({.batch = batch, .sq = sq, .hq = 8, .hk = 2, .invariant = true});
+      p.dtypes.k = p.dtypes.v = keys;
+      p.given.set(Arg::kCacheBatchIdx, true);
+      DecodePlan made = decode_candidate(p, {}).plan;
+      EXPECT_EQ(made.schedule, DecodeSchedule::kInvariantSplits);
+      return kernel_config(made);
+    };
+    EXPECT_EQ(plan(1, 1), plan(64, 1));
+    EXPECT_EQ(plan(1, 1), plan(3, 100));
+  }
 }
 
 /// The sources of the kernels that an invariant call of contiguous keys launches for its sequences,
