@@ -32,6 +32,7 @@ struct CheckCase {
   int64_t page = 0;  ///< keys of a page of the cache that the forward pass reads; 0 = no cache
   bool sinks = false;
   const char* format = nullptr;  ///< k and v are codes of it
+  bool codes_of_q = false;       ///< and q is, too
 };
 
 const CheckCase kCases[] = {
@@ -56,6 +57,7 @@ const CheckCase kCases[] = {
     {"int4 cache", 2, 1, 700, 16, 2, 64, 128, full(), 0, false, 0, false, "int4"},
     {"q8_0 cache", 2, 1, 700, 8, 2, 128, 128, full(), 0, false, 0, false, "q8_0"},
     {"q4_0 cache", 2, 5, 300, 4, 4, 64, 64, causal(), 0, false, 0, false, "q4_0"},
+    {"e4m3", 2, 150, 300, 4, 2, 128, 128, causal(), 0, false, 0, false, "e4m3", true},
 };
 
 struct Pass {
@@ -139,15 +141,17 @@ struct Pages {
   }
 };
 
-/// Keys or values as codes of a format: of e4m3 with a scale for each sequence and head, of int8
-/// for each token and head, of int4 for 32 columns.
+/// Rows as codes of a format: of e4m3 with a scale for each sequence and head, or for all of q, of
+/// int8 for each token and head, of int4 for 32 columns.
 struct Codes {
   Array codes, scale;
 
-  /// Of `numbers`, which become what the codes stand for.
-  Codes(const char* format, Array* numbers) : codes(format_named(format), numbers->shape()) {
+  /// Of `numbers`, which become what the codes stand for. `one_scale`: of all of them.
+  Codes(const char* format, Array* numbers, bool one_scale = false)
+      : codes(format_named(format), numbers->shape()) {
     const std::vector<int64_t>& shape = numbers->shape();
-    switch (codes.dtype()) {
+    if (one_scale) scale = Array(DType::kF32, {1});
+    switch (one_scale ? DType::kF32 : codes.dtype()) {
       case DType::kE4M3:
         scale = Array(DType::kF32, {shape[0], shape[2]});
         break;
@@ -158,7 +162,7 @@ struct Codes {
         scale = Array(DType::kF16, {shape[0], shape[1], shape[2], shape[3] / 32});
         break;
       default:
-        break;  // of blocks that have their own
+        break;  // it is there, or blocks have their own
     }
     const Tensor scales = scale.given() ? scale.tensor() : Tensor();
     quantize({.x = numbers->tensor(), .codes = codes.tensor(), .scale = scales});
@@ -166,16 +170,17 @@ struct Codes {
     dequantize({.codes = codes.tensor(), .scale = scales, .x = numbers->tensor()});
   }
 };
-struct CodedKeys {
+struct CodedRows {
   Codes k, v;
+  std::optional<Codes> q;
 };
 
-/// The passes that the engine of `options` computes, on tensors of `device`. The backward pass
-/// takes out and lse from the forward pass, which reads `pages` or codes if there are any.
-Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, const Array& sinks,
-                 const std::optional<Pages>& pages, const std::optional<CodedKeys>& coded,
-                 const Options& options, Device device) {
-  const DType dtype = inputs.at("q").dtype();
+/// The passes that the engine of `options` computes, on tensors of `device`, with results of a
+/// dtype. The backward pass takes out and lse from the forward pass, which reads `pages` or codes
+/// if there are any.
+Computed compute(const CheckCase& c, DType dtype, const Arrays& inputs, const Array& slopes,
+                 const Array& sinks, const std::optional<Pages>& pages,
+                 const std::optional<CodedRows>& coded, const Options& options, Device device) {
   Computed computed;
   Placement place(device);
   std::map<std::string, Tensor> t;
@@ -207,6 +212,10 @@ Computed compute(const CheckCase& c, const Arrays& inputs, const Array& slopes, 
     forward.v = place.input(coded->v.codes);
     forward.descales.k_descale = scale(coded->k);
     forward.descales.v_descale = scale(coded->v);
+    if (coded->q) {
+      forward.q = place.input(coded->q->codes);
+      forward.descales.q_descale = scale(*coded->q);
+    }
   }
   BackwardArgs backward{t["dout"], t["q"],  t["k"],  t["v"],  t["out"],
                         t["lse"],  t["dq"], t["dk"], t["dv"], alibi};
@@ -252,7 +261,7 @@ struct HeadRows {
   }
 };
 
-std::map<std::string, Doubles> naive(const CheckCase& c, const Arrays& inputs,
+std::map<std::string, Doubles> naive(const CheckCase& c, DType dtype, const Arrays& inputs,
                                      const Options& options, const float* slopes,
                                      const float* sinks) {
   std::map<std::string, Doubles> in, out;
@@ -273,7 +282,7 @@ std::map<std::string, Doubles> naive(const CheckCase& c, const Arrays& inputs,
       const NaiveResult head = naive_attention(
           {c.sq, c.sk, c.d, c.dv, hq.data(), hkeys.data(), hv.data(), hdout.data(),
            1 / std::sqrt(static_cast<double>(c.d)), options.softcap, slopes ? slopes[h] : 0.0,
-           sinks ? sinks[h] : -INFINITY, options.mask, inputs.at("q").dtype()});
+           sinks ? sinks[h] : -INFINITY, options.mask, dtype});
       o.add(head.out, out["out"]);
       q.add(head.dq, out["dq"]);
       k.add(head.dk, out["dk"]);
@@ -323,18 +332,20 @@ void check_one(const CheckCase& c, DType dtype, int threads, Device device, std:
   options.engine = engine_of(device);
   std::optional<Pages> pages;
   if (c.page > 0) pages.emplace(c, inputs);
-  std::optional<CodedKeys> coded;
-  if (c.format != nullptr)
-    coded.emplace(Codes(c.format, &inputs.at("k")), Codes(c.format, &inputs.at("v")));
-  const Computed got = compute(c, inputs, slopes, sinks, pages, coded, options, device);
+  std::optional<CodedRows> coded;
+  if (c.format != nullptr) {
+    coded = CodedRows{Codes(c.format, &inputs.at("k")), Codes(c.format, &inputs.at("v")), {}};
+    if (c.codes_of_q) coded->q.emplace(c.format, &inputs.at("q"), true);
+  }
+  const Computed got = compute(c, dtype, inputs, slopes, sinks, pages, coded, options, device);
   Arrays wide;
   for (const auto& [name, array] : inputs) wide.emplace(name, array.converted(DType::kF64));
   options.engine = "reference";
-  const Computed want = compute(c, wide, slopes, sinks, {}, {}, options, {});
+  const Computed want = compute(c, DType::kF64, wide, slopes, sinks, {}, {}, options, {});
   const auto floats = [](Array& array) {
     return array.given() ? reinterpret_cast<const float*>(array.data()) : nullptr;
   };
-  const auto expected = naive(c, inputs, options, floats(slopes), floats(sinks));
+  const auto expected = naive(c, dtype, inputs, options, floats(slopes), floats(sinks));
 
   bool any = false, right = true;
   std::string line = fmt::format("{:<17} {:<5}", c.name, name_of(dtype));

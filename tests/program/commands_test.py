@@ -123,8 +123,8 @@ def test_check_passes_for_every_dtype():
     stdout = succeeds("check")
     assert "FAIL" not in stdout
     for dtype in ("f32", "bf16", "f16"):
-        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 21
-    assert stdout.endswith("\n63 forward and 48 backward checks passed\n")
+        assert len(re.findall(rf" {dtype} .* ok$", stdout, re.M)) == 22
+    assert stdout.endswith("\n66 forward and 48 backward checks passed\n")
     assert "not computed" not in stdout
 
 
