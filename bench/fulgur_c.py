@@ -53,7 +53,8 @@ class Options(Struct):
         *fields("softcap", "dropout_p", of=ctypes.c_double), *fields("max_seqlen_q", "max_seqlen_k", of=ctypes.c_int64),
         *fields("deterministic", "invariant", "threads", of=ctypes.c_int), *fields("engine", of=ctypes.c_char_p),
         *fields("max_workspace", "chunk", of=ctypes.c_int64), *fields("top_left", of=ctypes.c_int),
-        *fields("score_mod", "mask_mod", "algorithm", of=ctypes.c_char_p), *fields("fast_codes", of=ctypes.c_int),
+        *fields("score_mod", "mask_mod", "algorithm", of=ctypes.c_char_p),
+        *fields("fast_codes", "hadamard", of=ctypes.c_int),
     ]
 
 
@@ -71,7 +72,7 @@ class SharedPrefix(Struct):
 
 class Descales(Struct):
     _fields_ = [*SIZE, *fields("q_descale", "k_descale", "v_descale", "k_zero_point", "v_zero_point"),
-                *fields("k_format", "v_format", of=ctypes.c_char_p)]
+                *fields("k_format", "v_format", of=ctypes.c_char_p), *fields("k_mean")]
 
 
 class Rotary(Struct):
@@ -81,7 +82,7 @@ class Rotary(Struct):
 class NewRows(Struct):
     _fields_ = [*SIZE, *fields("k_cache", "v_cache", "k_new", "v_new", "cu_seqlens_k_new", "cache_seqlens", "rotary",
                                "k_cache_descale", "v_cache_descale", "k_cache_zero_point", "v_cache_zero_point"),
-                ("k_cache_format", ctypes.c_char_p), ("v_cache_format", ctypes.c_char_p)]
+                *fields("k_cache_format", "v_cache_format", of=ctypes.c_char_p), *fields("k_cache_mean")]
 
 
 class ForwardArgs(Struct):

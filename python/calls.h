@@ -33,6 +33,7 @@ void for_each_option(Visit&& visit, Options& options) {
   visit("dropout_p", options.dropout_p);
   visit("invariant", options.invariant);
   visit("fast_codes", options.fast_codes);
+  visit("hadamard", options.hadamard);
   visit("max_workspace", options.max_workspace);
   visit("deterministic", options.deterministic);
 }

@@ -270,7 +270,7 @@ struct Pass {
                     !shared.has(Arg::kSinks) && !shared.has(Arg::kBias) && shared.mods.empty() &&
                     !shared.has(Arg::kPageTable) && !shared.has(Arg::kCacheBatchIdx) &&
                     !shared.has(Arg::kQDescale) && !shared.has(Arg::kKDescale) &&
-                    !shared.has(Arg::kVDescale);
+                    !shared.has(Arg::kVDescale) && !shared.has(Arg::kKMean);
     return mapped;
   }
   template <class View>

@@ -228,11 +228,16 @@ void append_forward(const nb::dict& views, const nb::dict& options, bool interle
   fulgur::forward(call.args, call.options, {.stream = reinterpret_cast<void*>(stream)});
 }
 
-void quantize(const nb::dict& given, bool static_scale, int threads, uintptr_t stream) {
+void quantize(const nb::dict& given, bool static_scale, bool static_mean, int threads,
+              uintptr_t stream) {
   const Entries views(given);
-  const fulgur::QuantizeArgs args{tensor(views, "x"), tensor(views, "codes"),
-                                  tensor(views, "scale"), tensor(views, "zero_point"),
-                                  static_scale};
+  const fulgur::QuantizeArgs args{tensor(views, "x"),
+                                  tensor(views, "codes"),
+                                  tensor(views, "scale"),
+                                  tensor(views, "zero_point"),
+                                  static_scale,
+                                  tensor(views, "mean"),
+                                  static_mean};
   fulgur::Options options;
   options.threads = threads;
   const fulgur::python::WithoutGil unlocked;
@@ -242,7 +247,8 @@ void quantize(const nb::dict& given, bool static_scale, int threads, uintptr_t s
 void dequantize(const nb::dict& given, int threads, uintptr_t stream) {
   const Entries views(given);
   const fulgur::DequantizeArgs args{tensor(views, "codes"), tensor(views, "scale"),
-                                    tensor(views, "zero_point"), tensor(views, "x")};
+                                    tensor(views, "zero_point"), tensor(views, "x"),
+                                    tensor(views, "mean")};
   fulgur::Options options;
   options.threads = threads;
   const fulgur::python::WithoutGil unlocked;
@@ -485,7 +491,8 @@ NB_MODULE(_fulgur, m) {
   m.def("append", &append, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("append_forward", &append_forward, "views"_a, "options"_a, "interleaved"_a, "stream"_a);
   m.def("hadamard", &hadamard, "views"_a, "inverse"_a, "threads"_a, "stream"_a);
-  m.def("quantize", &quantize, "views"_a, "static_scale"_a, "threads"_a, "stream"_a);
+  m.def("quantize", &quantize, "views"_a, "static_scale"_a, "static_mean"_a, "threads"_a,
+        "stream"_a);
   m.def("dequantize", &dequantize, "views"_a, "threads"_a, "stream"_a);
   m.def("expand_blocks", &expand_blocks, "views"_a);
   m.def("format", &format, "name"_a);

@@ -62,6 +62,7 @@ class Quantized:
     codes: Any
     scale: Any
     zero_point: Any
+    mean: Any
     dtype: str
     rotated: bool
     shape: tuple[int, ...]
@@ -72,6 +73,7 @@ class Quantized:
         scale: _DLPack | None = None,
         zero_point: _DLPack | None = None,
         *,
+        mean: _DLPack | None = None,
         dtype: str = "f32",
         rotated: bool = False,
     ) -> None: ...
@@ -124,6 +126,7 @@ def quantize(
     scale: Literal["tensor", "head", "token"] | int | _DLPack | None = None,
     zero_point: bool | _DLPack | None = None,
     scale_dtype: Literal["f32", "f16"] = "f32",
+    mean: bool | _DLPack | None = None,
     rotate: bool = False,
     threads: int = 0,
     stream: int | _CudaStream | None = None,

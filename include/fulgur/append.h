@@ -50,6 +50,10 @@ struct QuantizeArgs {
   Tensor scale{};
   Tensor zero_point{};        ///< likewise, of int8 and int4 with a scale; without: 0
   bool static_scale = false;  ///< scale and zero_point are read: codes of numbers to come have them
+  /// f32 (batch, heads, dim), packed (1, heads, dim), or read also (1, heads, dim): x less it
+  /// becomes codes. Written: the mean of the rows of x, of those numbers that are finite.
+  Tensor mean{};
+  bool static_mean = false;  ///< mean is read
 };
 
 /// Rounds numbers to codes, by scales that are as small as the numbers that share one let them be
@@ -63,6 +67,7 @@ FULGUR_API void quantize(const QuantizeArgs& args, const Options& options = {},
 struct DequantizeArgs {
   ConstTensor codes{}, scale{}, zero_point{};  ///< as of QuantizeArgs
   Tensor x{};                                  ///< written
+  ConstTensor mean{};                          ///< as of QuantizeArgs
 };
 
 /// The numbers that codes stand for, rounded to the dtype of x; likewise.

@@ -56,6 +56,9 @@ struct Options {
   /// Codes of e4m3 on Hopper GPUs: P V in e4m3, too, which is faster. V comes to it less its means,
   /// and with P is off by what e4m3 rounds: about 3% of sqrt(sum p^2 (v - mean)^2) (docs/gpu.md).
   bool fast_codes = false;
+  /// k holds codes of rows that hadamard() has rotated (codes/hadamard.h): forward() rotates q like
+  /// them, unless it holds codes, too, and append() the new keys before they become codes.
+  bool hadamard = false;
   /// The most bytes that Plan::workspace() may want; 0 = any number. The plan is the fastest one
   /// that fits, and an error says the least where none does.
   int64_t max_workspace = 0;

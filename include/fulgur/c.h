@@ -56,6 +56,7 @@ typedef struct fulgur_options {
   const char *score_mod, *mask_mod;
   const char* algorithm;  ///< null or "" picks; "standard", "fa1", "fa2", "fa3"
   int fast_codes;         ///< P V of e4m3 codes in e4m3, too, on Hopper GPUs
+  int hadamard;           ///< k holds codes of rows that fulgur_hadamard has rotated
 } fulgur_options;
 
 /// The defaults, in a struct of `struct_size` = sizeof(fulgur_options) bytes as the caller knows
@@ -98,6 +99,7 @@ typedef struct fulgur_descales {
   const DLTensor *q_descale, *k_descale, *v_descale;
   const DLTensor *k_zero_point, *v_zero_point;
   const char *k_format, *v_format;  ///< of bytes: "int4", "q8_0", ...; null = as the dtype says
+  const DLTensor* k_mean;           ///< f32 (batch or 1, hk, d): what k has besides
 } fulgur_descales;
 
 /// A tensor that the expressions of the options index (fulgur::TensorBinding): all 0 but
@@ -131,6 +133,7 @@ typedef struct fulgur_new_rows {
   const DLTensor *k_cache_descale, *v_cache_descale;
   const DLTensor *k_cache_zero_point, *v_cache_zero_point;
   const char *k_cache_format, *v_cache_format;
+  const DLTensor* k_cache_mean;  ///< f32 (batch or 1, hk, d), as k_mean of fulgur_descales
 } fulgur_new_rows;
 
 /// Tensors of the forward pass (fulgur::ForwardArgs): all 0 but struct_size, then what you need.
@@ -347,11 +350,13 @@ typedef struct fulgur_quantize_args {
   const DLTensor* codes;  ///< as k of fulgur_forward_args
   const DLTensor *scale, *zero_point;  ///< may be null
   const char* format;                  ///< of codes that are bytes; null = as the dtype says
-  int static_scale;  ///< scale and zero_point are read; 0: they are written (fulgur_quantize)
-  void* stream;      ///< cuda: the stream (cudaStream_t) that the work is put on
+  int static_scale;      ///< scale and zero_point are read; 0: they are written (fulgur_quantize)
+  void* stream;          ///< cuda: the stream (cudaStream_t) that the work is put on
+  const DLTensor* mean;  ///< f32 (batch or 1, heads, dim): what x has besides codes; may be null
+  int static_mean;       ///< mean is read; 0: it is written (fulgur_quantize)
 } fulgur_quantize_args;
 
-/// codes, scale, zero_point <- x. `options` may be null.
+/// codes, scale, zero_point, mean <- x. `options` may be null.
 FULGUR_API fulgur_status fulgur_quantize(const fulgur_quantize_args* args,
                                          const fulgur_options* options);
 /// x <- the numbers of the codes. `options` may be null.

@@ -37,6 +37,10 @@ struct KvCache {
 struct Descales {
   ConstTensor q_descale{}, k_descale{}, v_descale{};
   ConstTensor k_zero_point{}, v_zero_point{};  ///< of int8 and int4, in the shape of the descale
+  /// f32 (batch or 1, hk, d): what each column of k has besides: (code - k_zero_point) * k_descale
+  /// + k_mean, of any format. The keys of a sequence have one, and scores less q times it the same
+  /// softmax, so that it is added to lse alone. Not with softcap, score_mod and sinks.
+  ConstTensor k_mean{};
 };
 
 /// Sequences that begin with the same keys and values, in the same pages or in others of the same
@@ -92,6 +96,7 @@ struct NewRows {
   /// those that lie as the rows of the cache are written with the codes, and the others read.
   Tensor k_cache_descale{}, v_cache_descale{};
   Tensor k_cache_zero_point{}, v_cache_zero_point{};
+  ConstTensor k_cache_mean{};  ///< as k_mean of Descales: new keys are codes of what is beyond it
 };
 
 }  // namespace fulgur

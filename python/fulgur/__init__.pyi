@@ -123,6 +123,7 @@ class Quantized:
     codes: Any
     scale: Any
     zero_point: Any
+    mean: Any
     dtype: str
     rotated: bool
     shape: tuple[int, ...]
@@ -133,6 +134,7 @@ class Quantized:
         scale: _DLPack | None = None,
         zero_point: _DLPack | None = None,
         *,
+        mean: _DLPack | None = None,
         dtype: str = "f32",
         rotated: bool = False,
     ) -> None: ...
@@ -180,6 +182,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         v_descale: _DLPack | None = None,
         k_zero_point: _DLPack | None = None,
         v_zero_point: _DLPack | None = None,
+        k_mean: _DLPack | None = None,
         out: _Array | None = None,
         lse: None = None,
         workspace: _DLPack | None = None,
@@ -194,7 +197,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
             q, k, v, alibi_slopes, bias, sinks, tensors, seed, offset, rng_state, cu_seqlens_q,
                 cu_seqlens_k, seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k,
                 tree_mask, prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point,
-                v_zero_point, out, stream: as for :func:`attention`.
+                v_zero_point, k_mean, out, stream: as for :func:`attention`.
 
         Returns:
             out, fresh or the very one given; ``(out, lse)`` where the plan has ``return_lse``.
@@ -233,6 +236,7 @@ class Plan(_AnyPlan, Generic[_ReturnLse]):
         v_descale: _DLPack | None = None,
         k_zero_point: _DLPack | None = None,
         v_zero_point: _DLPack | None = None,
+        k_mean: _DLPack | None = None,
         out: _Array | None = None,
         lse: _Array | None = None,
         workspace: _DLPack | None = None,
@@ -454,6 +458,8 @@ def attention(
     v_descale: _DLPack | None = None,
     k_zero_point: _DLPack | None = None,
     v_zero_point: _DLPack | None = None,
+    k_mean: _DLPack | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -537,6 +543,10 @@ def attention(
             float8, int8 or int4 with a q of bf16 or f16.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.
+        k_mean: float32 ``(batch, hk, d)``, of which batch may be 1: what the rows of codes of k have
+            besides, which lse says, too. Not with softcap, score_mod and sinks.
+        hadamard: k holds codes of rows that :func:`hadamard` has rotated, and a q of floats is rotated
+            likewise; a Quantized k says it itself.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
         fast_codes: P V of float8_e4m3fn arrays in e4m3, too, on Hopper GPUs: faster, and off by what
@@ -610,6 +620,8 @@ def attention(
     v_descale: _DLPack | None = None,
     k_zero_point: _DLPack | None = None,
     v_zero_point: _DLPack | None = None,
+    k_mean: _DLPack | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -661,6 +673,8 @@ def attention(
     v_descale: _DLPack | None = None,
     k_zero_point: _DLPack | None = None,
     v_zero_point: _DLPack | None = None,
+    k_mean: _DLPack | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -1328,6 +1342,8 @@ def plan(
     v_descale: _DLPack | None = None,
     k_zero_point: _DLPack | None = None,
     v_zero_point: _DLPack | None = None,
+    k_mean: _DLPack | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -1353,8 +1369,8 @@ def plan(
             tensors, dropout_p, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
             seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k, tree_mask,
             prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point, v_zero_point,
-            deterministic, invariant, fast_codes, max_workspace, threads, engine, algorithm, return_lse:
-            as for :func:`attention`.
+            k_mean, hadamard, deterministic, invariant, fast_codes, max_workspace, threads, engine,
+            algorithm, return_lse: as for :func:`attention`.
 
     Returns:
         A :class:`Plan`.
@@ -1415,6 +1431,8 @@ def plan(
     v_descale: _DLPack | None = None,
     k_zero_point: _DLPack | None = None,
     v_zero_point: _DLPack | None = None,
+    k_mean: _DLPack | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -1550,6 +1568,8 @@ def explain(
     v_descale: _DLPack | None = None,
     k_zero_point: _DLPack | None = None,
     v_zero_point: _DLPack | None = None,
+    k_mean: _DLPack | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -1577,8 +1597,8 @@ def explain(
             tensors, dropout_p, seed, offset, rng_state, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, seqused_q, seqused_k, page_table, page_indptr, cache_batch_idx, leftpad_k,
             tree_mask, prefix_groups, prefix_lens, q_descale, k_descale, v_descale, k_zero_point,
-            v_zero_point, deterministic, invariant, fast_codes, max_workspace, threads, engine,
-            algorithm: as for :func:`attention`.
+            v_zero_point, k_mean, hadamard, deterministic, invariant, fast_codes, max_workspace,
+            threads, engine, algorithm: as for :func:`attention`.
 
     Raises:
         ValueError, TypeError: an argument is wrong.
@@ -1622,6 +1642,7 @@ def quantize(
     scale: Literal["tensor", "head", "token"] | int | _DLPack | None = None,
     zero_point: bool | _DLPack | None = None,
     scale_dtype: Literal["f32", "f16"] = "f32",
+    mean: bool | _DLPack | None = None,
     rotate: bool = False,
     threads: int = 0,
     stream: int | _CudaStream | None = None,

@@ -199,46 +199,34 @@ def _want_memory(name, tensor):
 
 
 class OfCodes:
-    """Stands for an array of codes: `views(name, stream)` are those of the codes and of what scales them;
-    `rotated`: those are of rows that rotate(rows, stream) makes."""
+    """Stands for an array of codes: `views(name, stream)` are those of the codes and of what makes numbers of them;
+    `rotated`: those are of rows that hadamard() has rotated."""
 
     __slots__ = ()
 
 
-def _rotated_alike(arrays, stream):
-    """The arrays, q rotated where k is."""
-    rotated = {name: isinstance(x, OfCodes) and x.rotated for name, x in arrays.items()}
-    if rotated.get("v"):
-        raise ValueError("v: got rotated codes, want those of q and k alone: out would be rotated")
-    if not arrays.keys() >= {"q", "k"} or rotated["q"] == rotated["k"]:
-        return arrays
-    if rotated["q"] or isinstance(arrays["q"], OfCodes):
-        one, other = ("q", "k") if rotated["q"] else ("k", "q")
+def _is_rotated(array):
+    return isinstance(array, OfCodes) and array.rotated
+
+
+def of_rotated_keys(options, q=None, **keys_and_values):
+    """The options of a call whose k, or k_cache, may be codes of rotated keys."""
+    (k_name, k), (v_name, v) = keys_and_values.items()
+    if _is_rotated(v):
+        raise ValueError(f"{v_name}: got rotated codes, want those of q and k alone: out would be rotated")
+    rotated = _is_rotated(k) or (options["hadamard"] and not isinstance(k, OfCodes))
+    if isinstance(q, OfCodes) and q.rotated != rotated:
+        one, other = ("q", k_name) if q.rotated else (k_name, "q")
         raise ValueError(f"{other}: got rows that are not rotated, want fulgur.quantize(..., rotate=True) as of {one}")
-    return arrays | {"q": arrays["k"].rotate(arrays["q"], stream)}
-
-
-def rotated_rows(stream, k_cache, v_cache, rows, given):
-    """The rows that a call takes which appends, new keys and queries rotated where the keys of the cache are."""
-    if isinstance(v_cache, OfCodes) and v_cache.rotated:
-        raise ValueError("v_cache: got rotated codes, want those of keys alone: out would be rotated")
-    if not isinstance(k_cache, OfCodes) or not k_cache.rotated:
-        return rows
-    for name in ("cos", "q_out"):
-        if given.get(name) is not None:
-            raise ValueError(
-                f"{name}: given with rotated codes in k_cache, want keys and queries that are at their positions"
-            )
-    turned = {"k_new": k_cache.rotate(rows["k_new"], stream)}
-    if "q" in rows:
-        turned["q"] = _rotated_alike({"q": rows["q"], "k": k_cache}, stream)["q"]
-    return rows | turned
+    if options["hadamard"] and not rotated:
+        raise ValueError(f"hadamard: given with codes in {k_name} that are not rotated, want rotated=True of them")
+    return options | {"hadamard": rotated}
 
 
 def views(stream=0, **arrays):
     """Views of arrays by name, and of what comes with those that are quantized."""
     found = {}
-    for name, array in _rotated_alike(arrays, stream).items():
+    for name, array in arrays.items():
         if isinstance(array, OfCodes):
             found |= array.views(name, stream)
         else:

@@ -37,7 +37,7 @@ def attention(q, k, v, **given):
     array([1., 2.], dtype=float32)
     """
     check("attention", given)
-    options, random = _a.options(given), _a.random_numbers(given)
+    options, random = _a.of_rotated_keys(_a.options(given), q, k=k, v=v), _a.random_numbers(given)
     return_lse, stream = _a.return_lse(given), _a.run_stream(q, given)
     mods, tensors = _e.of_call(given, stream)
     views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given) | tensors
@@ -189,7 +189,8 @@ def append(k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
            [0., 0., 0., 1.]], dtype=float32)
     """
     check("append", given)
-    options, interleaved = _a.options(given), _a.interleaved(given)
+    options = _a.of_rotated_keys(_a.options(given), k_cache=k_cache, v_cache=v_cache)
+    interleaved = _a.interleaved(given)
     q, stream = given.get("q"), _a.run_stream(k_cache, given)
     rows = dict(k_new=k_new, v_new=v_new, cache_seqlens=cache_seqlens)
     views = _append_views(stream, k_cache, v_cache, rows, OPTIONAL["append"], given)
@@ -232,7 +233,8 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
     (array([2., 2.], dtype=float32), array([0., 0., 0., 8.], dtype=float32))
     """
     check("append_attention", given)
-    options, interleaved = _a.options(given), _a.interleaved(given)
+    options = _a.of_rotated_keys(_a.options(given), q, k_cache=k_cache, v_cache=v_cache)
+    interleaved = _a.interleaved(given)
     return_lse, stream = _a.return_lse(given), _a.run_stream(q, given)
     if q is None:
         raise TypeError("q: got None, want an array")
@@ -252,7 +254,6 @@ def append_attention(q, k_cache, v_cache, k_new, v_new, cache_seqlens, **given):
 
 def _append_views(stream, k_cache, v_cache, rows, optional, given):
     """Views of what a call takes that appends, by name."""
-    rows = _a.rotated_rows(stream, k_cache, v_cache, rows, given)
     return {
         **_a.written("k_cache", k_cache, stream),
         **_a.written("v_cache", v_cache, stream),

@@ -48,12 +48,12 @@ def plan(q, k, v, **given):
     array([1., 1., 1., 1., 1., 0.], dtype=float32)
     """
     check("plan", given)
-    options, return_lse = _a.options(given), _a.return_lse(given)
+    options, return_lse = _a.of_rotated_keys(_a.options(given), q, k=k, v=v), _a.return_lse(given)
     mods, tensors = _e.of_call(given)
     views = _a.with_given(_a.planned_views(given, q=q, k=k, v=v), 0, OPTIONAL["forward"], given) | tensors
     results = _a.forward_results(views["q"], views["v"], return_lse)
     views |= _a.planned_results(results, given, views["q"].device)
-    return Plan(_fulgur.plan_forward(views, options | mods, _a.card(given)), results)
+    return Plan(_fulgur.plan_forward(views, options | mods, _a.card(given)), results, options["hadamard"])
 
 
 @described("plan_backward")
@@ -143,12 +143,13 @@ class Plan(_AnyPlan):
     write to each other's arrays.
     """
 
-    __slots__ = ("_results", "_torch")  # (shape, dtype) of what a run returns, by name; _runs_of_torch()
+    # (shape, dtype) of what a run returns, by name; whether keys are codes of rotated rows; _runs_of_torch().
+    __slots__ = ("_results", "_rotated", "_torch")
     __class_getitem__ = classmethod(GenericAlias)  # the stubs' Plan[Literal[True]]: with return_lse
 
-    def __init__(self, plan, results):
+    def __init__(self, plan, results, rotated):
         super().__init__(plan)
-        self._results = results
+        self._results, self._rotated = results, rotated
         self._torch = None
 
     @described("Plan.run")
@@ -172,6 +173,8 @@ class Plan(_AnyPlan):
                 return arrays
         check("Plan.run", given)
         random, stream = _a.random_numbers(given), _a.run_stream(q, given)
+        if _a.of_rotated_keys({"hadamard": self._rotated}, q, k=k, v=v)["hadamard"] != self._rotated:
+            raise ValueError("k: got rotated codes, want those that are not, as planned")
         views = _a.with_given(_a.views(stream, q=q, k=k, v=v), stream, OPTIONAL["forward"], given)
         views |= _e.of_call(given, stream)[1]
         if given.get("lse") is not None and "lse" not in self._results:  # for the plan to refuse

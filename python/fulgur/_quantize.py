@@ -18,7 +18,8 @@ class Quantized(_a.OfCodes):
     uint8, whose last dimension counts the bytes of a row. ``scale``, ``zero_point``: as k_descale and
     k_zero_point of :func:`attention`, or None. ``dtype``: what :meth:`dequantize` gives. ``rotated``: the codes
     are those of :func:`hadamard` of the numbers. With such a k attention rotates a q of floats, too, and append the
-    new keys.
+    new keys. ``mean``: what the rows have besides, of keys: float32 ``(batch, hk, d)``, of which batch may be 1, or
+    None. append keeps it.
 
     >>> import numpy as np, fulgur
     >>> x = np.linspace(-1, 1, 64, dtype=np.float32).reshape(1, 1, 1, 64)
@@ -27,13 +28,13 @@ class Quantized(_a.OfCodes):
     (Quantized('q4_0', (1, 1, 1, 64)), (1, 1, 1, 36))
     """
 
-    __slots__ = ("format", "codes", "scale", "zero_point", "dtype", "rotated", "_view")
+    __slots__ = ("format", "codes", "scale", "zero_point", "mean", "dtype", "rotated", "_view")
 
-    def __init__(self, format, codes, scale=None, zero_point=None, *, dtype="f32", rotated=False):
+    def __init__(self, format, codes, scale=None, zero_point=None, *, mean=None, dtype="f32", rotated=False):
         if not isinstance(format, str):
             raise TypeError(f"format: got {format!r}, want a name")
         self.format, self.codes, self.scale, self.zero_point = format, codes, scale, zero_point
-        self.dtype, self.rotated = dtype, rotated
+        self.mean, self.dtype, self.rotated = mean, dtype, rotated
         self._view = _a.view("codes", codes).as_format(format, "codes")
 
     @property
@@ -45,16 +46,16 @@ class Quantized(_a.OfCodes):
         return f"Quantized({self.format!r}, {self.shape})"
 
     def views(self, name, stream=0, writable=False):
-        """Views of the codes and of what scales them, by the names that a call has for them."""
+        """Views of the codes and of what makes numbers of them, by the names that a call has for them."""
         found = {name: _a.view(name, self.codes, writable, stream).as_format(self.format, name)}
         for what, array in (("descale", self.scale), ("zero_point", self.zero_point)):
             if array is not None:
                 found[f"{name}_{what}"] = _a.view(f"{name}_{what}", array, writable, stream)
+        if self.mean is not None:
+            if not name.startswith("k"):
+                raise ValueError(f"{name}: got codes less their mean, want those of k alone")
+            found[f"{name}_mean"] = _a.view(f"{name}_mean", self.mean, stream=stream)
         return found
-
-    @staticmethod
-    def rotate(rows, stream):
-        return hadamard(rows, stream=stream)
 
     def dequantize(self, dtype=None, *, threads=0, stream=None):
         """The numbers, a fresh array: "f32", "bf16", "f16" or "f64"; default what was quantized. ``threads`` and
@@ -63,7 +64,8 @@ class Quantized(_a.OfCodes):
         x = _a.empty(self.shape, dtype or self.dtype, self.codes)
         codes = _a.view("codes", self.codes, stream=stream).as_format(self.format, "codes")
         views = {"x": _a.view("x", x, True, stream), "codes": codes}
-        views |= _a.given_views(stream, ("scale", "zero_point"), {"scale": self.scale, "zero_point": self.zero_point})
+        of_codes = {"scale": self.scale, "zero_point": self.zero_point, "mean": self.mean}
+        views |= _a.given_views(stream, of_codes, of_codes)
         _fulgur.dequantize(views, _a.integer("threads", threads, *_a.INT32), stream)
         x = _a.of_kind(self.codes, x)
         return hadamard(x, inverse=True, threads=threads, stream=stream) if self.rotated else x
@@ -119,7 +121,9 @@ def _scale_shape(x, scale, format):
     return (*x.shape[:-1], x.shape[-1] // columns)
 
 
-def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", rotate=False, threads=0, stream=None):
+def quantize(
+    x, format, *, scale=None, zero_point=None, scale_dtype="f32", mean=None, rotate=False, threads=0, stream=None
+):
     """Numbers as codes of a low-bit format, by the largest of those that share a scale.
 
     Args:
@@ -131,6 +135,8 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", rotat
             of a head, a number of columns, a multiple of 16, of a row. Or an array of scales that are there.
         zero_point: True: codes of int8 and int4 begin at the smallest number. Or an array, with one for scale.
         scale_dtype: "f32" or "f16".
+        mean: True: of k, codes are of what its rows have beyond their mean over the sequence, for each head and column,
+            which :func:`attention` knows of: columns that are far from 0 have finer codes. Or an array of means.
         rotate: True: the codes are those of :func:`hadamard` of x, whose large numbers are spread over the columns. For
             k, with which attention rotates a q of floats, or for k and q.
         threads: 0 is OMP_NUM_THREADS or all cores.
@@ -178,11 +184,14 @@ def quantize(x, format, *, scale=None, zero_point=None, scale_dtype="f32", rotat
             given["zero_point"] = _a.empty(shape, scale_dtype, x)
     elif not fixed and zero_point:
         raise ValueError(f"zero_point: given with {format}, want it with int8 or int4")
+    given["mean"] = mean if hasattr(mean, "shape") else None
+    if given["mean"] is None and _a.flag("mean", False if mean is None else mean):
+        given["mean"] = _a.empty((view.shape[0] if len(view.shape) == 4 else 1, *view.shape[-2:]), "f32", x)
     codes = _a.empty((*view.shape[:-1], view.shape[-1] // block * size), dtype, x)
     views = {"x": view, "codes": _a.view("codes", codes, True, stream).as_format(format, "codes")}
-    views |= {name: _a.view(name, array, not fixed, stream) for name, array in given.items() if array is not None}
-    _fulgur.quantize(views, fixed, _a.integer("threads", threads, *_a.INT32), stream)
-    return Quantized(
-        format, _a.of_kind(x, codes), *(None if array is None else _a.of_kind(x, array) for array in given.values()),
-        dtype=dtype_of_x, rotated=rotate,
-    )  # fmt: skip
+    fixed_mean = hasattr(mean, "shape")
+    written = {"scale": not fixed, "zero_point": not fixed, "mean": not fixed_mean}
+    views |= {name: _a.view(name, array, written[name], stream) for name, array in given.items() if array is not None}
+    _fulgur.quantize(views, fixed, fixed_mean, _a.integer("threads", threads, *_a.INT32), stream)
+    arrays = {name: None if array is None else _a.of_kind(x, array) for name, array in given.items()}
+    return Quantized(format, _a.of_kind(x, codes), **arrays, dtype=dtype_of_x, rotated=rotate)

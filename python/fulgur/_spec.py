@@ -194,6 +194,16 @@ _DESCALES = _rows(
         "k_zero_point v_zero_point", "tensor", None,
         "of int8 and int4, which is taken from the codes first, in the shape of the descale; default 0.",
     ),
+    (
+        "k_mean", "tensor", None,
+        "float32 ``(batch, hk, d)``, of which batch may be 1: what the rows of codes of k have besides, which lse "
+        "says, too. Not with softcap, score_mod and sinks.",
+    ),
+    (
+        "hadamard", "bool", False,
+        "k holds codes of rows that :func:`hadamard` has rotated, and a q of floats is rotated likewise; a Quantized k "
+        "says it itself.",
+    ),
 )  # fmt: skip
 _DETERMINISTIC = _rows(
     ("deterministic", "bool", False, "the backward pass gives the same bits in every run."),

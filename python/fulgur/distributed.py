@@ -302,10 +302,11 @@ class _Call:
         stream = _a.run_stream(arrays["q"], {})
         views = _a.views(stream, **arrays, **self.tensors) | bound
         results = _a.forward_results(views["q"], views["v"], with_lse)
+        options = _a.of_rotated_keys(self.options, arrays["q"], k=arrays["k"], v=arrays["v"]) | mods
         return _a.filled(
             results, {}, arrays["q"],
             lambda written: _fulgur.forward_by_group(
-                self.group, *self.how, views | written, self.options | mods, stream, *self.random
+                self.group, *self.how, views | written, options, stream, *self.random
             ),
             stream,
         )  # fmt: skip

@@ -9,7 +9,7 @@
 namespace fulgur {
 
 void append(const AppendArgs& args, const Options& options, const Run& run) {
-  const AppendCall call = checked_append(args, checked_mask(options));
+  const AppendCall call = checked_append(args, checked_mask(options), options.hadamard);
   const Engine& engine = engine_on(call.p.device, options.engine, AppendCall::kLike);
   const int threads = checked_threads(options);
   check_memory(args);
@@ -17,7 +17,7 @@ void append(const AppendArgs& args, const Options& options, const Run& run) {
 }
 
 void prepare(const AppendArgs& args, const Options& options) {
-  const AppendCall call = checked_append(args, checked_mask(options));
+  const AppendCall call = checked_append(args, checked_mask(options), options.hadamard);
   engine_on(call.p.device, options.engine, AppendCall::kLike).prepare(call);
 }
 

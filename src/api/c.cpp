@@ -95,6 +95,10 @@ constexpr size_t kMinTensors<fulgur_forward_args> = offsetof(fulgur_forward_args
 template <>
 constexpr size_t kMinTensors<fulgur_new_rows> = offsetof(fulgur_new_rows, k_cache_descale);
 template <>
+constexpr size_t kMinTensors<fulgur_descales> = offsetof(fulgur_descales, k_mean);
+template <>
+constexpr size_t kMinTensors<fulgur_quantize_args> = offsetof(fulgur_quantize_args, mean);
+template <>
 constexpr size_t kMinTensors<fulgur_backward_args> = offsetof(fulgur_backward_args, bias);
 template <>
 constexpr size_t kMinTensors<fulgur_scores_args> = offsetof(fulgur_scores_args, tensors);
@@ -269,14 +273,15 @@ ScoresArgs convert(const fulgur_scores_args* given) {
 /// The tensors of a call that quantizes, or of the inverse.
 struct Quantization {
   fulgur_quantize_args from;
-  Tensor x, codes, scale, zero_point;
+  Tensor x, codes, scale, zero_point, mean;
 
   explicit Quantization(const fulgur_quantize_args* given)
       : from(read_struct("args", given, kMinTensors<fulgur_quantize_args>)),
         x(read_tensor<Tensor>(from.x, "x", true)),
         codes(read_tensor<Tensor>(from.codes, "codes", true)),
         scale(read_tensor<Tensor>(from.scale, "scale", false)),
-        zero_point(read_tensor<Tensor>(from.zero_point, "zero_point", false)) {
+        zero_point(read_tensor<Tensor>(from.zero_point, "zero_point", false)),
+        mean(read_tensor<Tensor>(from.mean, "mean", false)) {
     read_format(from.format, "codes", codes);
   }
 };
@@ -326,6 +331,7 @@ Options convert(const fulgur_options* given, const std::vector<TensorBinding>* t
   if (o.algorithm != nullptr) options.algorithm = o.algorithm;
   options.max_workspace = o.max_workspace;
   options.fast_codes = o.fast_codes != 0;
+  options.hadamard = o.hadamard != 0;
   return options;
 }
 
@@ -634,7 +640,8 @@ fulgur_status fulgur_expand_blocks(const DLTensor* offsets, const DLTensor* indi
 fulgur_status fulgur_quantize(const fulgur_quantize_args* args, const fulgur_options* options) {
   return guarded([&] {
     const Quantization q(args);
-    fulgur::quantize({q.x, q.codes, q.scale, q.zero_point, q.from.static_scale != 0},
+    fulgur::quantize({q.x, q.codes, q.scale, q.zero_point, q.from.static_scale != 0, q.mean,
+                      q.from.static_mean != 0},
                      convert(options), {.stream = q.from.stream});
   });
 }
@@ -642,7 +649,7 @@ fulgur_status fulgur_quantize(const fulgur_quantize_args* args, const fulgur_opt
 fulgur_status fulgur_dequantize(const fulgur_quantize_args* args, const fulgur_options* options) {
   return guarded([&] {
     const Quantization q(args);
-    fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x}, convert(options),
+    fulgur::dequantize({q.codes, q.scale, q.zero_point, q.x, q.mean}, convert(options),
                        {.stream = q.from.stream});
   });
 }

@@ -25,7 +25,8 @@ void check_numbers(const ConstTensor& x, bool written) {
 
 /// Checks codes and their scales, which `written` ones may not share, and numbers of their shape.
 CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& codes,
-                   const ConstTensor& scale, const ConstTensor& zero, bool scales_written) {
+                   const ConstTensor& scale, const ConstTensor& zero, bool scales_written,
+                   const ConstTensor& mean, bool mean_written) {
   check_numbers(x, x_written);
   if (!is_low_bit(codes.dtype)) {
     fail("codes", "got {}, want a low-bit format", name_of(codes.dtype));
@@ -36,14 +37,18 @@ CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& code
   const Coded of{"codes", codes, packed ? 1 : x.shape[0], x.shape[packed ? 1 : 2]};
   const Scaling scaling{{scale.data, checked_scales("scale", scale, of)},
                         {zero.data, checked_zero_points("zero_point", zero, "scale", scale, of)}};
-  const std::array names{"x", "codes", "scale", "zero_point"};
-  const std::array tensors{&x, &codes, &scale, &zero};
+  check_means("mean", mean, of);
+  if (mean_written && mean.given() && mean.shape[0] != of.batch) {
+    fail("mean", "got one for {} sequences, want {} to write", mean.shape[0], of.batch);
+  }
+  const std::array names{"x", "codes", "scale", "zero_point", "mean"};
+  const std::array tensors{&x, &codes, &scale, &zero, &mean};
+  const std::array written{x_written, !x_written, scales_written, scales_written, mean_written};
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (!tensors[i]->given()) continue;
     check_device(names[i], *tensors[i], x.device, "x");
     check_data(names[i], *tensors[i]);
-    const bool written = i == 0 ? x_written : i == 1 ? !x_written : scales_written;
-    if (!written) continue;
+    if (!written[i]) continue;
     check_no_overlap(names[i], *tensors[i]);
     for (size_t j = 0; j < tensors.size(); ++j) {
       if (i == j || !tensors[j]->given() || !share_memory(*tensors[i], *tensors[j])) continue;
@@ -57,7 +62,8 @@ CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& code
           x.shape[x.rank - 1],
           scaling,
           const_cast<void*>(scale.data),
-          const_cast<void*>(zero.data)};
+          const_cast<void*>(zero.data),
+          Means(mean)};
 }
 
 struct Counts {
@@ -72,17 +78,20 @@ struct Counts {
 
 void quantize(const QuantizeArgs& args, const Options& options, const Run& run) {
   const int threads = checked_threads(options);
-  const CodeTensor to =
-      checked(args.x, false, args.codes, args.scale, args.zero_point, !args.static_scale);
+  const CodeTensor to = checked(args.x, false, args.codes, args.scale, args.zero_point,
+                                !args.static_scale, args.mean, !args.static_mean);
   if (args.x.numel() == 0) return;
   const Counts n(args.x);
   engine_on(args.x.device, "", "x")
-      .quantize({args.x, to, args.static_scale, n.batch, n.rows, n.heads}, threads, run);
+      .quantize({args.x, to, args.static_scale, args.static_mean ? Tensor{} : args.mean, n.batch,
+                 n.rows, n.heads},
+                threads, run);
 }
 
 void dequantize(const DequantizeArgs& args, const Options& options, const Run& run) {
   const int threads = checked_threads(options);
-  const CodeTensor from = checked(args.x, true, args.codes, args.scale, args.zero_point, false);
+  const CodeTensor from =
+      checked(args.x, true, args.codes, args.scale, args.zero_point, false, args.mean, false);
   if (args.x.numel() == 0) return;
   const Counts n(args.x);
   engine_on(args.x.device, "", "x")

@@ -32,15 +32,19 @@ void rotate(float* x, int n, bool inverse) {
 
 }  // namespace
 
+void hadamard(float* x, int64_t columns, bool inverse) {
+  const int n = kernels::hadamard_columns(static_cast<int>(columns));
+  for (int64_t first = 0; first < columns; first += n) rotate(x + first, n, inverse);
+}
+
 void hadamard(const HadamardCall& c, int threads) {
   const Layout from = rows_layout(c.x), to = rows_layout(c.y);
-  const int n = kernels::hadamard_columns(static_cast<int>(c.columns));
   parallel_for(c.batch * c.rows * c.heads, threads, [&](int64_t row) {
     const int64_t b = row / c.heads / c.rows, r = row / c.heads % c.rows, h = row % c.heads;
     std::vector<float> x(static_cast<size_t>(c.columns));
     load_row(static_cast<const std::byte*>(c.x.data) + from.offset(b, r, h) * size_of(c.x.dtype),
              c.x.dtype, c.columns, x.data());
-    for (int64_t first = 0; first < c.columns; first += n) rotate(x.data() + first, n, c.inverse);
+    hadamard(x.data(), c.columns, c.inverse);
     auto* const y = static_cast<std::byte*>(c.y.data) + to.offset(b, r, h) * size_of(c.y.dtype);
     if (c.y.dtype == DType::kF64) {
       for (int64_t i = 0; i < c.columns; ++i)

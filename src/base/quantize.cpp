@@ -6,6 +6,7 @@
 
 #include "base/parallel.h"
 #include "base/rotary.h"
+#include "kernels/host_device/heads.h"
 
 namespace fulgur {
 namespace {
@@ -32,7 +33,41 @@ size_t set_of(const Scales& at, const CodeTensor::Row& r, int64_t heads) {
   return static_cast<size_t>((at.batch == 0 ? 0 : r.b) * heads + (at.head == 0 ? 0 : r.h));
 }
 
+/// The means of the columns of each head of a sequence, of those numbers that are finite.
+void write_means(const QuantizeCall& c, int threads) {
+  constexpr int64_t kSlices = kernels::kMeanSlices;
+  const Layout from = rows_layout(c.x);
+  const int64_t columns = c.to.columns;
+  parallel_for(c.batch * c.heads, threads, [&](int64_t n) {
+    const int64_t b = n / c.heads, h = n % c.heads;
+    std::vector<double> sums(static_cast<size_t>(kSlices * columns));
+    std::vector<int64_t> counts(static_cast<size_t>(columns));
+    std::vector<float> x(static_cast<size_t>(columns));
+    for (int64_t row = 0; row < c.rows; ++row) {
+      load(c.x, from, {b, b, row, h}, columns, x.data());
+      double* const sum = &sums[static_cast<size_t>(row % kSlices * columns)];
+      for (int64_t i = 0; i < columns; ++i) {
+        if (!std::isfinite(x[i])) continue;
+        sum[i] += x[i];
+        ++counts[i];
+      }
+    }
+    auto* const to =
+        static_cast<float*>(c.mean.data) + b * c.mean.strides[0] + h * c.mean.strides[1];
+    for (int64_t i = 0; i < columns; ++i) {
+      double sum = 0;
+      for (int64_t slice = 0; slice < kSlices; ++slice) sum += sums[slice * columns + i];
+      to[i] = counts[i] == 0 ? 0 : static_cast<float>(sum / static_cast<double>(counts[i]));
+    }
+  });
+}
+
 }  // namespace
+
+void CodeTensor::take_means(const Row& r, float* x) const {
+  const float* const mean = means.of(r.b, r.h);
+  for (int64_t i = 0; mean != nullptr && i < columns; ++i) x[i] -= mean[i];
+}
 
 ScaleOfCodes CodeTensor::fit(const Extremes& e) const {
   const float low = format.lowest, high = format.largest;
@@ -82,12 +117,14 @@ void CodeTensor::put(const Row& r, float* x, bool fixed) const {
 }
 
 void quantize(const QuantizeCall& c, int threads) {
+  if (c.mean.given()) write_means(c, threads);
   const Layout from = rows_layout(c.x);
   const int64_t rows = c.batch * c.rows * c.heads;
   const auto with_row = [&](int64_t n, const auto& use) {
     const CodeTensor::Row r = row_of(n, c.rows, c.heads);
     std::vector<float> x(static_cast<size_t>(c.to.columns));
     load(c.x, from, r, c.to.columns, x.data());
+    c.to.take_means(r, x.data());
     use(r, x.data());
   };
   const Scales& at = c.to.scaling.scale.at;
@@ -128,6 +165,9 @@ void dequantize(const DequantizeCall& c, int threads) {
       const ScaleOfCodes by = from.load(r, i / (from.columns / groups));
       numbers[static_cast<size_t>(i)] =
           (numbers[static_cast<size_t>(i)] - by.zero_point) * by.scale;
+    }
+    if (const float* const mean = from.means.of(r.b, r.h)) {
+      for (int64_t i = 0; i < from.columns; ++i) numbers[static_cast<size_t>(i)] += mean[i];
     }
     auto* const row =
         static_cast<std::byte*>(c.x.data) + to.offset(r.entry, r.row, r.h) * size_of(c.x.dtype);

@@ -21,6 +21,7 @@ struct CodeTensor {
   int64_t columns;
   Scaling scaling;
   void *scale = nullptr, *zero_point = nullptr;  ///< as in `scaling`
+  Means means{};                                 ///< of its columns, which codes have not
 
   /// A row of a tensor, which belongs to sequence b and kv head h: (entry, row, h).
   struct Row {
@@ -31,6 +32,8 @@ struct CodeTensor {
   ScaleOfCodes fit(const Extremes& extremes) const;
   void store(const ScaleOfCodes& x, const Row& row, int64_t group) const;
   ScaleOfCodes load(const Row& row, int64_t group) const;
+  /// A row of numbers less the means of its columns.
+  void take_means(const Row& row, float* x) const;
   /// Writes the codes of a row of numbers, which it overwrites, and the scales where those are of
   /// rows and not `fixed`.
   void put(const Row& row, float* x, bool fixed) const;
@@ -40,7 +43,8 @@ struct CodeTensor {
 struct QuantizeCall {
   ConstTensor x;
   CodeTensor to;
-  bool fixed;  ///< scales are given
+  bool fixed;   ///< scales are given
+  Tensor mean;  ///< where it is given, it takes the means of x, which are those of `to`
   int64_t batch, rows, heads;
 };
 

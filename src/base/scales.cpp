@@ -65,6 +65,20 @@ Scales checked_scales(const char* name, const ConstTensor& t, const Coded& of) {
   return checked(name, t, of);
 }
 
+void check_means(const char* name, const ConstTensor& t, const Coded& of) {
+  if (!t.given()) return;
+  const ConstTensor& codes = of.codes;
+  if (format_of(codes.dtype) == nullptr) {
+    fail(name, "given with {} of {}, want it with codes of a low-bit format", of.name,
+         name_of(codes.dtype));
+  }
+  check_dtype(name, t, DType::kF32, "means are f32");
+  check_device(name, t, codes.device, of.name);
+  constexpr const char* kDims = "(batch or 1, heads, dim)";
+  const int64_t batch = t.rank == 3 && t.shape[0] == 1 ? 1 : of.batch;
+  check_shape(name, t, kDims, {batch, of.heads, codes.shape[codes.rank - 1]}, false);
+}
+
 Scales checked_zero_points(const char* name, const ConstTensor& t, const char* scale_name,
                            const ConstTensor& scale, const Coded& of) {
   if (!t.given()) return {};

@@ -36,6 +36,27 @@ Scales checked_scales(const char* name, const ConstTensor& t, const Coded& of);
 Scales checked_zero_points(const char* name, const ConstTensor& t, const char* scale_name,
                            const ConstTensor& scale, const Coded& of);
 
+/// Checks the means of the columns of codes, (batch or 1, heads, dim), which may lack. Throws
+/// likewise.
+void check_means(const char* name, const ConstTensor& t, const Coded& of);
+
+/// The means of columns, which sequences or all of them share.
+struct Means {
+  const float* data = nullptr;
+  int64_t batch = 0, head = 0;  ///< strides
+
+  Means() = default;
+  /// Of a tensor that is checked.
+  explicit Means(const ConstTensor& t)
+      : data(static_cast<const float*>(t.data)),
+        batch(t.given() && t.shape[0] > 1 ? t.strides[0] : 0),
+        head(t.strides[1]) {}
+  /// Those of the columns of a head.
+  const float* of(int64_t b, int64_t h) const {
+    return data == nullptr ? nullptr : data + b * batch + h * head;
+  }
+};
+
 /// The scales, or zero points, of a tensor of codes.
 struct ScaleTensor {
   const void* data = nullptr;

@@ -32,8 +32,10 @@ void set_descales(AppendCall& c) {
                                          "k_cache_descale", r.k_cache_descale, k);
   c.p.v_zero_point = checked_zero_points("v_cache_zero_point", r.v_cache_zero_point,
                                          "v_cache_descale", r.v_cache_descale, v);
+  check_means("k_cache_mean", r.k_cache_mean, k);
   const auto check_own = [](const TensorRule& rule, const auto& t) {
-    if (rule.type == TensorType::kDescale && t.rank > 2) check_no_overlap(rule.name, t);
+    if (rule.type != TensorType::kDescale || !rule.written()) return;
+    if (t.rank > 2) check_no_overlap(rule.name, t);
   };
   for_each_tensor(check_own, r);
 }
@@ -97,7 +99,9 @@ void check_rotary(AppendCall& c) {
   const ConstTensor &cos = a.rows.rotary.cos, &sin = a.rows.rotary.sin;
   if (!cos.given() && !sin.given()) {
     if (a.rows.rotary.rotary_seqlens.given()) fail("rotary_seqlens", "given without cos and sin");
-    if (a.q.given()) fail("q", "given without cos and sin, want what rotates it");
+    if (a.q.given() && !c.hadamard_q) {
+      fail("q", "given without cos and sin, want what rotates it");
+    }
     return;
   }
   check_tensor("cos", cos, "(positions, rotary_dim / 2)", 2, false);
@@ -133,19 +137,26 @@ void check_queries(AppendCall& c) {
 
 }  // namespace
 
-AppendCall checked_append(const AppendArgs& args, const Mask& mask) {
+AppendCall checked_append(const AppendArgs& args, const Mask& mask, bool hadamard,
+                          bool hadamard_q) {
   if (!args.q.given()) {
     if (args.q_out.given()) fail("q", "not given, want what goes to q_out");
     if (args.cu_seqlens_q.given()) fail("cu_seqlens_q", "given without q");
   }
   AppendCall c{
       .args = args,
-      .tables = {args.cache.page_table, args.cache.page_indptr, args.cache.cache_batch_idx}};
+      .tables = {args.cache.page_table, args.cache.page_indptr, args.cache.cache_batch_idx},
+      .hadamard = hadamard,
+      .hadamard_q = hadamard_q};
   check_caches(c);
+  if (hadamard && !is_low_bit(c.p.dtypes.k)) {
+    fail("hadamard", "given with k_cache of {}, want codes of a low-bit format",
+         name_of(c.p.dtypes.k));
+  }
   check_new(c);
   check_rotary(c);
   check_queries(c);
-  if (mask.top_left && args.q.given()) {
+  if (mask.top_left && args.q.given() && c.pairs > 0) {
     fail("top_left", "given with queries to rotate, want a mask aligned bottom-right");
   }
   c.advance = mask != full();

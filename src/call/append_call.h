@@ -20,8 +20,10 @@ struct AppendCall {
   bool packed_new = false;
   int64_t tokens = 0;  ///< rows of k_new, those after the last sequence included
   int64_t hq = 0;
-  int64_t pairs = 0;     ///< of columns that are rotated
-  bool advance = false;  ///< each query has a position of its own
+  int64_t pairs = 0;        ///< of columns that are rotated
+  bool advance = false;     ///< each query has a position of its own
+  bool hadamard = false;    ///< new keys are rotated before they become codes (Options::hadamard)
+  bool hadamard_q = false;  ///< and queries, which are attended with
   Layout k_new{}, v_new{}, q_out{};
 };
 
@@ -31,7 +33,9 @@ inline const ConstTensor& first_positions(const AppendArgs& args) {
                                                  : args.rows.cache_seqlens;
 }
 
-/// Checks shapes, strides, dtypes and devices. Throws Error(kInvalidArgument).
-AppendCall checked_append(const AppendArgs& args, const Mask& mask);
+/// Checks shapes, strides, dtypes and devices. Throws Error(kInvalidArgument). `hadamard`,
+/// `hadamard_q`: as of AppendCall.
+AppendCall checked_append(const AppendArgs& args, const Mask& mask, bool hadamard,
+                          bool hadamard_q = false);
 
 }  // namespace fulgur

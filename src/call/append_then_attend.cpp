@@ -19,7 +19,8 @@ void check_said_once(const ForwardArgs& args) {
         std::tuple{"k_descale", &args.descales.k_descale, "k_cache_descale"},
         std::tuple{"v_descale", &args.descales.v_descale, "v_cache_descale"},
         std::tuple{"k_zero_point", &args.descales.k_zero_point, "k_cache_zero_point"},
-        std::tuple{"v_zero_point", &args.descales.v_zero_point, "v_cache_zero_point"}}) {
+        std::tuple{"v_zero_point", &args.descales.v_zero_point, "v_cache_zero_point"},
+        std::tuple{"k_mean", &args.descales.k_mean, "k_cache_mean"}}) {
     if (t->given()) fail(name, "given with append, want {} of it alone", there);
   }
   for (const auto& [name, t] : {std::pair{"cu_seqlens_k", &args.lengths.cu_seqlens_k},
@@ -52,24 +53,16 @@ void check_queries(const ForwardArgs& args) {
   }
 }
 
-AppendArgs rows_of(const ForwardArgs& args) {
+AppendArgs rows_of(const ForwardArgs& args, bool hadamard) {
   check_said_once(args);
   AppendArgs rows{.rows = args.append, .cache = args.cache};
-  if (!args.append.rotary.cos.given() || !args.q.given()) return rows;
+  if ((!args.append.rotary.cos.given() && !hadamard) || !args.q.given()) return rows;
   rows.q = args.q;
   rows.cu_seqlens_q = args.lengths.cu_seqlens_q;
-  Tensor& to = rows.q_out;
-  to.dtype = args.q.dtype;
-  to.device = args.q.device;
-  to.rank = args.q.rank;
-  to.shape = args.q.shape;
-  if (to.rank < 3) return rows;  // which append refuses
-  to.strides[to.rank - 1] = 1;
-  to.strides[to.rank - 2] = rotated_head(to.shape[to.rank - 1]);
-  for (int i = to.rank - 3; i >= 0; --i) {  // where they overflow, append finds rows that overlap
-    const auto stride = static_cast<uint64_t>(to.strides[i + 1]);
-    to.strides[i] = static_cast<int64_t>(stride * static_cast<uint64_t>(to.shape[i + 1]));
-  }
+  rows.q_out = args.q.rank < 3
+                   ? Tensor{nullptr, args.q.dtype, args.q.device, args.q.rank, args.q.shape}
+                   // which append refuses
+                   : rotated_like(args.q, nullptr);
   return rows;
 }
 
@@ -83,14 +76,17 @@ ForwardArgs attention_of(const ForwardArgs& args) {
   attention.descales.v_descale = args.append.v_cache_descale;
   attention.descales.k_zero_point = args.append.k_cache_zero_point;
   attention.descales.v_zero_point = args.append.v_cache_zero_point;
+  attention.descales.k_mean = args.append.k_cache_mean;
   attention.lengths.seqused_k = args.append.cache_seqlens;
   return attention;
 }
 
 }  // namespace
 
-AppendThenAttend::AppendThenAttend(const ForwardArgs& args, const Mask& mask)
-    : rows_(rows_of(args)), call_(checked_append(rows_, mask)), attention_(attention_of(args)) {
+AppendThenAttend::AppendThenAttend(const ForwardArgs& args, const Mask& mask, bool hadamard)
+    : rows_(rows_of(args, hadamard)),
+      call_(checked_append(rows_, mask, hadamard, hadamard)),
+      attention_(attention_of(args)) {
   set_lengths();
 }
 
@@ -128,7 +124,7 @@ void AppendThenAttend::attend_to(const int32_t* lengths) {
 }
 
 Problem::Append append_of(const AppendThenAttend& a) {
-  Problem::Append append{true, a.call().pairs > 0, a.call().p.batch, a.call().tokens, 0};
+  Problem::Append append{true, a.rotates(), a.call().p.batch, a.call().tokens, 0};
   if (a.call().p.device.type == DeviceType::kCpu) return append;
   const auto count = [&](const TensorRule& rule, const auto& t) {
     if (rule.place == Place::kHostToo && t.given() && on_host(t)) append.host_numbers += t.numel();
@@ -138,18 +134,35 @@ Problem::Append append_of(const AppendThenAttend& a) {
 }
 
 Problem without_append(Problem p) {
-  if (p.append.rotates && p.total_q > 0) {
-    const int64_t head = rotated_head(p.d), row = p.hq * head;
-    p.q = {p.packed ? 0 : p.sq * row, row, head, true};
+  if (p.append.rotates) {
+    p = with_rotated_queries(p);
+    p.hadamard = false;  // of these, too
   }
   p.append = {};
   return p;
 }
 
+Problem with_rotated_queries(Problem p) {
+  if (p.total_q == 0) return p;
+  const int64_t head = rotated_head(p.d), row = p.hq * head;
+  p.q = {p.packed ? 0 : p.sq * row, row, head, true};
+  return p;
+}
+
 int64_t rotated_bytes(const Problem& p) {
-  return p.append.rotates && p.total_q > 0
-             ? p.total_q * p.hq * rotated_head(p.d) * size_of(p.dtypes.q)
-             : 0;
+  if (!p.append.rotates && !p.hadamard) return 0;
+  return p.total_q == 0 ? 0 : p.total_q * p.hq * rotated_head(p.d) * size_of(p.dtypes.q);
+}
+
+Tensor rotated_like(const ConstTensor& q, void* memory) {
+  Tensor to{memory, q.dtype, q.device, q.rank, q.shape};
+  to.strides[to.rank - 1] = 1;
+  to.strides[to.rank - 2] = rotated_head(to.shape[to.rank - 1]);
+  for (int i = to.rank - 3; i >= 0; --i) {  // where they overflow, append finds rows that overlap
+    const auto stride = static_cast<uint64_t>(to.strides[i + 1]);
+    to.strides[i] = static_cast<int64_t>(stride * static_cast<uint64_t>(to.shape[i + 1]));
+  }
+  return to;
 }
 
 }  // namespace fulgur

@@ -16,7 +16,7 @@ class AppendThenAttend {
  public:
   /// Checks that each thing is said once, the shapes of what is appended, and the lengths that the
   /// host can read. Throws Error(kInvalidArgument).
-  AppendThenAttend(const ForwardArgs& args, const Mask& mask);
+  AppendThenAttend(const ForwardArgs& args, const Mask& mask, bool hadamard);
   AppendThenAttend(const AppendThenAttend&) = delete;
   AppendThenAttend& operator=(const AppendThenAttend&) = delete;
 
@@ -47,7 +47,10 @@ Problem::Append append_of(const AppendThenAttend& appending);
 /// The problem of the attention that follows.
 Problem without_append(Problem problem);
 
-/// Bytes of the queries that are rotated; 0 where none are rotated.
+/// A problem whose queries are first rotated into memory of the call.
+Problem with_rotated_queries(Problem problem);
+/// The bytes of that memory, 0 where none are rotated, and the queries there.
 int64_t rotated_bytes(const Problem& problem);
+Tensor rotated_like(const ConstTensor& q, void* memory);
 
 }  // namespace fulgur

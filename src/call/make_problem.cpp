@@ -137,6 +137,7 @@ void set_descales(const ForwardArgs& args, Problem& p) {
   p.v_descale = checked_scales("v_descale", d.v_descale, v);
   p.k_zero_point = checked_zero_points("k_zero_point", d.k_zero_point, "k_descale", d.k_descale, k);
   p.v_zero_point = checked_zero_points("v_zero_point", d.v_zero_point, "v_descale", d.v_descale, v);
+  check_means("k_mean", d.k_mean, k);
 }
 
 template <class Args>
@@ -303,6 +304,10 @@ Problem make_shared(const Args& args, const Options& options, bool rotates_by_ma
   p.invariant = options.invariant;
   p.algorithm = algorithm_called(options.algorithm);
   p.fast_codes = options.fast_codes;
+  p.hadamard = options.hadamard;
+  if (p.hadamard && !is_low_bit(p.dtypes.k)) {
+    fail("hadamard", "given with k of {}, want codes of a low-bit format", name_of(p.dtypes.k));
+  }
   p.max_workspace = options.max_workspace;
   if (p.max_workspace < 0) {
     fail("max_workspace", "got {} bytes, want >= 0 (0 = no bound)", p.max_workspace);
@@ -334,7 +339,7 @@ void drop_sequences(Problem& p) {
 Problem make_forward(const ForwardArgs& args, const Options& options,
                      bool rotates_by_mask = false) {
   if (appends(args)) {
-    const AppendThenAttend appending(args, checked_mask(options));
+    const AppendThenAttend appending(args, checked_mask(options), options.hadamard);
     const bool rotates = appending.call().pairs > 0;
     Problem p = make_forward(appending.attention(), options, rotates && options.mask == full());
     p.append = append_of(appending);

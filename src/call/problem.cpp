@@ -95,7 +95,7 @@ size_t HashOfProblem::operator()(const Problem& p) const {
     add(x->dtype, x->of_rows, x->groups, x->batch, x->row, x->head, x->group);
   }
   add(p.slopes_of_batch, p.slopes_batch, p.slopes_head, p.deterministic, p.invariant, p.algorithm,
-      p.fast_codes, p.max_workspace, p.f32_key_gradients);
+      p.fast_codes, p.hadamard, p.max_workspace, p.f32_key_gradients);
   const Origin& o = p.origin;
   add(o.batch, o.head, o.query, o.key, o.heads, o.queries, o.keys);
   return hash;

@@ -109,7 +109,7 @@ struct Problem {
   Bias bias, dbias;
   expression::Expressions expressions;
   Scales q_descale, k_descale, v_descale, k_zero_point, v_zero_point;
-  bool deterministic = false, invariant = false, fast_codes = false;
+  bool deterministic = false, invariant = false, fast_codes = false, hadamard = false;
   Algorithm algorithm = Algorithm::kAny;
   bool f32_key_gradients = false;  ///< dk and dv are f32, whatever k and v are
   Origin origin;                   ///< of a part of a larger call, with all sizes; else all 0

@@ -65,6 +65,8 @@ enum class Arg : uint8_t {
   kVCacheDescale,
   kKCacheZeroPoint,
   kVCacheZeroPoint,
+  kKMean,
+  kKCacheMean,
   kCount
 };
 
@@ -113,7 +115,7 @@ enum class TensorType : uint8_t {
   kI64,
   kBias,     ///< bool, f32 or a 16-bit float, f64 where q is
   kOutput,   ///< the dtype of q, or f32, bf16 or f16 where q has codes
-  kDescale,  ///< f32 or f16
+  kDescale,  ///< f32 or f16; means are f32
 };
 
 /// kDevice: that of q. kHostToo: there or in the host's memory, where each run reads it.
@@ -165,7 +167,8 @@ struct TensorRule {
   T(k_descale, kKDescale, kOptional, kRead, kOwn, kDescale, kDevice)      \
   T(v_descale, kVDescale, kOptional, kRead, kOwn, kDescale, kDevice)      \
   T(k_zero_point, kKZeroPoint, kOptional, kRead, kOwn, kDescale, kDevice) \
-  T(v_zero_point, kVZeroPoint, kOptional, kRead, kOwn, kDescale, kDevice)
+  T(v_zero_point, kVZeroPoint, kOptional, kRead, kOwn, kDescale, kDevice) \
+  T(k_mean, kKMean, kOptional, kRead, kOwn, kDescale, kDevice)
 
 #define FULGUR_ROTARY_TENSORS(T)                        \
   T(cos, kCos, kOptional, kRead, kOwn, kInput, kDevice) \
@@ -183,7 +186,8 @@ struct TensorRule {
   T(k_cache_descale, kKCacheDescale, kOptional, kWritten, kOwn, kDescale, kDevice)      \
   T(v_cache_descale, kVCacheDescale, kOptional, kWritten, kOwn, kDescale, kDevice)      \
   T(k_cache_zero_point, kKCacheZeroPoint, kOptional, kWritten, kOwn, kDescale, kDevice) \
-  T(v_cache_zero_point, kVCacheZeroPoint, kOptional, kWritten, kOwn, kDescale, kDevice)
+  T(v_cache_zero_point, kVCacheZeroPoint, kOptional, kWritten, kOwn, kDescale, kDevice) \
+  T(k_cache_mean, kKCacheMean, kOptional, kRead, kOwn, kDescale, kDevice)
 
 #define FULGUR_FORWARD_TENSORS(T)                                          \
   T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                        \

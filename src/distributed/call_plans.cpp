@@ -56,8 +56,8 @@ std::string bytes_of(const Args& args, const Options& options, const Distributio
   key.add(distribution.head_ranks);
   key.add(distribution.ring);
   const auto& [mask, scale, softcap, score_mod, mask_mod, dropout_p, max_seqlen_q, max_seqlen_k,
-               deterministic, invariant, fast_codes, max_workspace, threads, engine, algorithm,
-               origin] = options;
+               deterministic, invariant, fast_codes, hadamard, max_workspace, threads, engine,
+               algorithm, origin] = options;
   key.add(mask.left);
   key.add(mask.right);
   key.add(mask.chunk);
@@ -74,6 +74,7 @@ std::string bytes_of(const Args& args, const Options& options, const Distributio
   key.add(deterministic);
   key.add(invariant);
   key.add(fast_codes);
+  key.add(hadamard);
   key.add(max_workspace);
   key.add(threads);
   key.add(engine);

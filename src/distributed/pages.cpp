@@ -102,6 +102,7 @@ void check_by_page(const ForwardArgs& args, const Options& options,
   refuse("prefix_groups", args.shared_prefix.prefix_groups.given());
   refuse("tree_mask", args.tree_mask.given());
   refuse("bias", args.bias.given());
+  refuse("k_mean", args.descales.k_mean.given());
   refuse("score_mod", options.score_mod.given());
   refuse("mask_mod", options.mask_mod.given());
   refuse("dropout_p", options.dropout_p != 0);

@@ -82,6 +82,20 @@ class PrefixSteps {
   virtual void divide(const kernels::PrefixSplit& split, const Run& run) const = 0;
 };
 
+/// What an engine does besides attention where a call is over codes of keys that are rotated, or
+/// less their means (plan/code_steps.h), for one problem. Runs may overlap.
+class CodeSteps {
+ public:
+  virtual ~CodeSteps() = default;
+  /// Bytes of the workspace for numbers in the host's memory.
+  virtual int64_t bytes() const = 0;
+  /// Rows of q as hadamard() rotates them.
+  virtual void rotate(const HadamardCall& call, const Run& run) const = 0;
+  /// LSE takes the products of q and k_mean, with so many bytes of `memory`. `args`: of the
+  /// attention, q rotated.
+  virtual void add_means(const ForwardArgs& args, void* memory, const Run& run) const = 0;
+};
+
 /// One way to compute attention on one kind of device, and what else a call does there: appending
 /// to KV caches, merging partial results, and memory for the runs of composite plans. `threads`: as
 /// Options says.
@@ -108,6 +122,9 @@ class Engine {
                                                         int threads) const = 0;
   /// Null where it does not read shared prefixes once.
   virtual std::unique_ptr<const PrefixSteps> prefix_steps(const Problem&, int) const { return {}; }
+  /// Those of a problem whose q is as its attention has it.
+  virtual std::unique_ptr<const CodeSteps> code_steps(const Problem& problem,
+                                                      int threads) const = 0;
   /// Calls `compute` with memory for a run on the device: the caller's, or the engine's own, as
   /// `need` says.
   virtual void with_workspace(Device device, const WorkspaceNeed& need, const Run& run,

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "base/hadamard.h"
 #include "base/parallel.h"
 #include "base/quantize.h"
 #include "base/rotary.h"
@@ -101,10 +102,25 @@ void rotate_rows(const AppendCall& c, const HeadRows& rows, int64_t position) {
   }
 }
 
+/// Rows that are there are rotated by hadamard().
+template <class T>
+void rotate_by_hadamard(const AppendCall& c, const HeadRows& rows) {
+  std::array<T, AppendCall::kMaxDim> x;
+  std::array<float, AppendCall::kMaxDim> numbers;
+  for (int64_t h = 0; h < rows.heads; ++h) {
+    std::byte* const row = rows.to + h * rows.to_head;
+    load_row(row, c.rows, rows.dim, x.data());
+    std::copy_n(x.begin(), rows.dim, numbers.begin());
+    hadamard(numbers.data(), rows.dim, false);
+    std::copy_n(numbers.begin(), rows.dim, x.begin());
+    store_row(row, c.rows, rows.dim, x.data());
+  }
+}
+
 /// A cache of codes; none where it holds the rows as they are.
 std::optional<CodeTensor> codes_of(const Tensor& cache, const Layout& at, const Tensor& scale,
                                    const Scales& scales, const Tensor& zero_point,
-                                   const Scales& zero_points) {
+                                   const Scales& zero_points, const ConstTensor& mean) {
   const FormatRow* const format = format_of(cache.dtype);
   if (format == nullptr) return {};
   return CodeTensor{*format,
@@ -113,13 +129,15 @@ std::optional<CodeTensor> codes_of(const Tensor& cache, const Layout& at, const 
                     cache.shape[3],
                     {{scale.data, scales}, {zero_point.data, zero_points}},
                     scale.data,
-                    zero_point.data};
+                    zero_point.data,
+                    Means(mean)};
 }
 
 /// Codes of the heads of a token, of keys that are rotated to a position, if there is one.
+/// `rotates`: and by hadamard().
 template <class T>
 void quantize_rows(const AppendCall& c, const HeadRows& rows, std::optional<int64_t> position,
-                   const CodeTensor& to, CodeTensor::Row row) {
+                   bool rotates, const CodeTensor& to, CodeTensor::Row row) {
   std::array<T, AppendCall::kMaxDim> x, y;
   std::array<float, AppendCall::kMaxDim> numbers;
   std::optional<Angles<T>> angles;
@@ -132,6 +150,8 @@ void quantize_rows(const AppendCall& c, const HeadRows& rows, std::optional<int6
       std::copy_n(y.begin(), 2 * c.pairs, x.begin());
     }
     std::copy_n(x.begin(), rows.dim, numbers.begin());
+    if (rotates) hadamard(numbers.data(), rows.dim, false);
+    to.take_means(row, numbers.data());
     to.put(row, numbers.data(), false);
   }
 }
@@ -144,14 +164,19 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
   const Tokens &tokens = lengths.tokens(), &queries = lengths.queries();
   const NewRows& r = a.rows;
   const auto k_codes = codes_of(r.k_cache, c.p.k, r.k_cache_descale, c.p.k_descale,
-                                r.k_cache_zero_point, c.p.k_zero_point);
+                                r.k_cache_zero_point, c.p.k_zero_point, r.k_cache_mean);
   const auto v_codes = codes_of(r.v_cache, c.p.v, r.v_cache_descale, c.p.v_descale,
-                                r.v_cache_zero_point, c.p.v_zero_point);
+                                r.v_cache_zero_point, c.p.v_zero_point, {});
   parallel_for(tokens.all() + queries.all(), threads, [&](int64_t n) {
     if (n >= tokens.all()) {
       const Tokens::Token t = queries[n - tokens.all()];
       const HeadRows q(a.q, c.p.q, t.b, t.row, a.q_out, c.q_out, t.b, t.row, c.hq, c.p.d);
-      rotate_rows<T>(c, q, lengths.first_position(t.b) + (c.advance ? t.i : 0));
+      if (c.pairs > 0) {
+        rotate_rows<T>(c, q, lengths.first_position(t.b) + (c.advance ? t.i : 0));
+      } else {
+        copy_rows(q, size_of(c.rows));
+      }
+      if (c.hadamard_q) rotate_by_hadamard<T>(c, q);
       return;
     }
     const Tokens::Token t = tokens[n];
@@ -163,14 +188,15 @@ void write_rows(const AppendCall& c, const AppendLengths& lengths, const KvLocat
     const CodeTensor::Row row{t.b, place.entry, place.row, 0};
     const int64_t position = c.pairs > 0 ? lengths.first_position(t.b) + t.i : 0;
     if (k_codes) {
-      quantize_rows<T>(c, k, c.pairs > 0 ? std::optional(position) : std::nullopt, *k_codes, row);
+      quantize_rows<T>(c, k, c.pairs > 0 ? std::optional(position) : std::nullopt, c.hadamard,
+                       *k_codes, row);
     } else if (c.pairs > 0) {
       rotate_rows<T>(c, k, position);
     } else {
       copy_rows(k, size_of(c.rows));
     }
     if (v_codes) {
-      quantize_rows<T>(c, v, std::nullopt, *v_codes, row);
+      quantize_rows<T>(c, v, std::nullopt, false, *v_codes, row);
     } else {
       copy_rows(v, size_of(c.rows));
     }

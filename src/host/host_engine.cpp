@@ -1,6 +1,7 @@
 #include "host/host_engine.h"
 
 #include "host/append.h"
+#include "host/code_steps.h"
 #include "host/memory.h"
 #include "host/merge.h"
 
@@ -25,6 +26,10 @@ class HostAppendStep final : public AppendStep {
 
 std::unique_ptr<const AppendStep> HostEngine::append_step(const Problem&, int threads) const {
   return std::make_unique<HostAppendStep>(threads);
+}
+
+std::unique_ptr<const CodeSteps> HostEngine::code_steps(const Problem& p, int threads) const {
+  return host::code_steps(p, threads);
 }
 
 void HostEngine::with_workspace(Device, const WorkspaceNeed& need, const Run& run,

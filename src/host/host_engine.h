@@ -18,6 +18,7 @@ class HostEngine : public Engine {
   void merge(const MergeCall& call, int threads, const Run& run) const final;
   void quantize(const QuantizeCall& call, int threads, const Run& run) const final;
   void dequantize(const DequantizeCall& call, int threads, const Run& run) const final;
+  std::unique_ptr<const CodeSteps> code_steps(const Problem& problem, int threads) const final;
   void hadamard(const HadamardCall& call, int threads, const Run& run) const final;
 };
 

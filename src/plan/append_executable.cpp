@@ -48,7 +48,7 @@ class AppendFirstExecutable final : public Executable {
         at_(p, *append_, attention_->workspace().bytes) {}
 
   void run(const Call& call, const Run& run) const override {
-    AppendThenAttend appending(*std::get<const ForwardArgs*>(call), p_.mask);
+    AppendThenAttend appending(*std::get<const ForwardArgs*>(call), p_.mask, p_.hadamard);
     check_attention(follows_, appending.attention());
     engine_.with_workspace(p_.device, workspace(), run, [&](void* memory) {
       auto* const bytes = static_cast<std::byte*>(memory);

@@ -65,6 +65,7 @@ std::string summary(const Problem& p) {
   if (p.softcap > 0) s += fmt::format(", softcap {}", p.softcap);
   if (p.dropout_p > 0) s += fmt::format(", dropout {}", p.dropout_p);
   if (p.fast_codes) s += ", fast_codes";
+  if (p.hadamard) s += ", hadamard";
   if (p.expressions.changes_scores()) s += ", score_mod " + p.expressions.score_text();
   if (p.expressions.masks()) s += ", mask_mod " + p.expressions.mask_text();
   s += summary(p.cache);
@@ -95,6 +96,7 @@ Details call_details(const Problem& p) {
   if (p.softcap > 0) call.add("softcap", p.softcap);
   if (p.dropout_p > 0) call.add("dropout_p", p.dropout_p);
   if (p.invariant) call.add("invariant", true);
+  if (p.hadamard) call.add("hadamard", true);
   if (p.algorithm != Algorithm::kAny) call.add("algorithm", name_of(p.algorithm));
   if (p.expressions.changes_scores()) call.add("score_mod", p.expressions.score_text());
   if (p.expressions.masks()) call.add("mask_mod", p.expressions.mask_text());

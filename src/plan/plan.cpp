@@ -13,6 +13,7 @@
 #include "expression/hulls.h"
 #include "fulgur/error.h"
 #include "plan/append_executable.h"
+#include "plan/code_steps.h"
 #include "plan/shared_prefix.h"
 
 namespace fulgur {
@@ -51,7 +52,9 @@ void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
 template <class Args>
 std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
-    if (appends(args)) return lengths_of(p, AppendThenAttend(args, p.mask).attention());
+    if (appends(args)) {
+      return lengths_of(p, AppendThenAttend(args, p.mask, p.hadamard).attention());
+    }
   }
   if (!lengths_on_host(args)) return std::nullopt;
   const Sequences sequences(p, args);
@@ -94,12 +97,11 @@ std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
 /// The engine's plan of a problem that it computes.
 std::unique_ptr<const Executable> executable_of(const Problem& p, const Engine& engine, int threads,
                                                 std::vector<std::string>* rejected) {
-  if (p.append.given) {
-    const auto plan_attention = [&](const Problem& follows, std::vector<std::string>* reasons) {
-      return executable_of(follows, engine, threads, reasons);
-    };
-    return plan_append(p, engine, threads, plan_attention, rejected);
-  }
+  const auto plan_attention = [&](const Problem& follows, std::vector<std::string>* reasons) {
+    return executable_of(follows, engine, threads, reasons);
+  };
+  if (p.append.given) return plan_append(p, engine, threads, plan_attention, rejected);
+  if (has_code_steps(p)) return plan_code_steps(p, engine, threads, plan_attention, rejected);
   if (p.prefix_groups == 0) return engine.plan(p, threads);
   std::string why;
   if (auto divided = plan_shared_prefixes(p, engine, threads, &why)) return divided;
@@ -118,8 +120,8 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
   impl->planned = args;
   impl->lengths = lengths_of(impl->problem, args);
   const int threads = checked_threads(options);
-  impl->engine =
-      &choose_engine(engines, without_append(impl->problem), options.engine, &impl->rejected);
+  impl->engine = &choose_engine(engines, without_code_steps(without_append(impl->problem)),
+                                options.engine, &impl->rejected);
   if (run != nullptr) impl->engine->check_plannable(impl->problem, *run);
   impl->generation = impl->engine->generation();
   impl->executable = executable_of(impl->problem, *impl->engine, threads, &impl->rejected);

@@ -45,7 +45,7 @@ class CachedCall {
     call = w.forward;
     add(call.q, rounded_to(dtype, w.forward.q));
     write(w.forward.q, read(call.q));
-    add(call.out, Buffer(dtype, {c.batch, c.sq, c.hq, c.dv}));
+    add(call.out, rounded_to(dtype, w.forward.out));
   }
 
   void set_k(const Keys& keys) {
@@ -53,6 +53,29 @@ class CachedCall {
   }
   void set_v(const Keys& keys) {
     set(w.forward.v, keys, call.v, call.v_descale, call.v_zero_point);
+  }
+
+  /// The numbers of k are codes and means, of each sequence or of all, rotated back.
+  void add_means(bool of_sequences) {
+    const auto all = static_cast<int64_t>(w.sequences.size());
+    Buffer mean(DType::kF32, {of_sequences ? all : 1, w.c.hk, w.c.d});
+    randomize(mean.t, random_, 3);
+    std::vector<double> x = read(w.forward.k);
+    const std::vector<double> means = read(mean.t);
+    const int64_t of_head = w.c.hk * w.c.d;
+    for (int64_t i = 0; i < static_cast<int64_t>(x.size()); ++i) {
+      const int64_t b = of_sequences ? sequence_of_key(i / of_head) : 0;
+      x[static_cast<size_t>(i)] += means[static_cast<size_t>(b * of_head + i % of_head)];
+    }
+    write(w.forward.k, x);
+    add(call.k_mean, std::move(mean));
+    rounds_scores_ = true;
+  }
+  /// Likewise, of codes of rotated keys.
+  void rotate_k() {
+    write(w.forward.k, by_definition(read(w.forward.k), w.c.d, true));
+    w.options.hadamard = true;
+    rounds_scores_ = true;  // of q, which is rotated, too
   }
 
   /// Keys and their scales go to pages, which are shuffled.
@@ -83,16 +106,57 @@ class CachedCall {
   void run(const std::string& engine) {
     EngineMemory memory(engine);
     for (Buffer& b : buffers_) memory.keep(std::as_writable_bytes(std::span(b.bytes)));
-    Options options = w.options;
-    options.engine = engine;
-    forward(memory.at(call), options, w.run_options);
-    memory.bring_back();
+    run(call, engine, memory);
+  }
+  /// What sequence b gives alone, all of whose memory but its own is `fill`.
+  void run_alone(size_t b, uint8_t fill, const std::string& engine) {
+    const Rows& s = w.sequences[b];
+    ForwardTensors one = call;
+    const auto of_sequence = [&](Tensor& t) {
+      if (!t.given() || t.shape[0] != w.c.batch) return;
+      const int64_t row = t.strides[0];
+      t.data = static_cast<std::byte*>(t.data) + bytes_of(t.dtype, static_cast<int64_t>(b) * row);
+      t.shape[0] = 1;
+    };
+    for (Tensor* t : {&one.q, &one.out, &one.lse, &one.seqused_k, &one.page_table}) of_sequence(*t);
+    for (Tensor* t :
+         {&one.k, &one.v, &one.k_descale, &one.v_descale, &one.k_zero_point, &one.v_zero_point}) {
+      if (t->rank < 4 || !one.page_table.given()) of_sequence(*t);
+    }
+    one.seqused_q = {};
+    one.q.shape[1] = one.out.shape[1] = one.lse.shape[2] = s.sq;
+
+    const std::deque<Buffer> before = buffers_;
+    for (Tensor* t : {&call.k, &call.v, &call.k_descale, &call.v_descale, &call.k_zero_point,
+                      &call.v_zero_point}) {
+      if (t->rank == 4) keep_rows_alone(*t, b, s.sk, fill);
+    }
+    EngineMemory memory(engine);
+    for (Buffer& buffer : buffers_) memory.keep(std::as_writable_bytes(std::span(buffer.bytes)));
+    run(one, engine, memory);
+    for (size_t i = 0; i < before.size(); ++i) {
+      if (buffers_[i].t.data == call.out.data) continue;
+      std::copy(before[i].bytes.begin(), before[i].bytes.end(), buffers_[i].bytes.begin());
+    }
+  }
+
+  /// Out and LSE of a sequence.
+  std::vector<double> results_of(size_t b) const {
+    const std::vector<double> out = read(call.out), lse = read(call.lse);
+    const Rows& s = w.sequences[b];
+    const int64_t of_query = w.c.hq * w.c.dv, at = static_cast<int64_t>(b) * w.c.sq * of_query;
+    std::vector<double> all(out.begin() + at, out.begin() + at + s.sq * of_query);
+    for (int64_t h = 0; h < w.c.hq; ++h) {
+      const int64_t row = (static_cast<int64_t>(b) * w.c.hq + h) * w.c.sq;
+      all.insert(all.end(), lse.begin() + row, lse.begin() + row + s.sq);
+    }
+    return all;
   }
 
   /// `lse_bound` where numbers of K are rounded.
   testing::AssertionResult is_right(const Expected& e) const {
-    const double rounding = zero_point_of_k_ ? kProducts : tolerance(dtype_);
-    const double score = zero_point_of_k_ ? e.unit.lse : 0;
+    const double rounding = rounds_scores_ ? 4 * kProducts : tolerance(dtype_);
+    const double score = rounds_scores_ ? e.unit.lse : 0;
     auto r =
         within("out", call.out, e.reference.out, {}, 2, kProducts * (1 + 4 * score) * e.unit.out);
     return r ? within("lse", call.lse, e.reference.lse, {}, 0, rounding * e.unit.lse) : r;
@@ -100,8 +164,43 @@ class CachedCall {
 
   Workload w;
   ForwardTensors call;
+  bool lengths_on_host = false;
 
  private:
+  void run(const ForwardTensors& tensors, const std::string& engine, EngineMemory& memory) {
+    Options options = w.options;
+    options.engine = engine;
+    ForwardTensors there = memory.at(tensors);
+    if (lengths_on_host) there.cu_seqlens_q = tensors.cu_seqlens_q;
+    forward(there, memory.options(tensors, options), w.run_options);
+    memory.bring_back();
+  }
+  int64_t sequence_of_key(int64_t row) const {
+    if (w.c.layout != Layout::kPacked) return row / w.c.sk;
+    for (size_t b = 0; b < w.sequences.size(); ++b) {
+      const int64_t begin = w.sequences[b].k_begin;
+      if (row >= begin && row < begin + w.sequences[b].sk) return static_cast<int64_t>(b);
+    }
+    return 0;  // of no sequence
+  }
+  /// All rows of a tensor but the first keys of a sequence are `fill`.
+  void keep_rows_alone(const Tensor& t, size_t b, int64_t keys, uint8_t fill) {
+    const bool paged = call.page_table.given();
+    const int64_t row = bytes_of(t.dtype, t.strides[1]), of_entry = t.shape[1];
+    std::vector<bool> own(static_cast<size_t>(t.shape[0] * of_entry));
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t ids = call.page_table.shape[1], n = static_cast<int64_t>(b);
+      const int64_t entry = paged ? static_cast<int64_t>(load(call.page_table.data, DType::kI32,
+                                                              n * ids + j / of_entry))
+                                  : n;
+      own[static_cast<size_t>(entry * of_entry + (paged ? j % of_entry : j))] = true;
+    }
+    for (size_t i = 0; i < own.size(); ++i) {
+      if (own[i]) continue;
+      std::fill_n(static_cast<uint8_t*>(t.data) + static_cast<int64_t>(i) * row, row, fill);
+    }
+  }
+
   void add(Tensor& to, Buffer buffer) {
     buffers_.push_back(std::move(buffer));
     to = buffers_.back().t;
@@ -124,7 +223,7 @@ class CachedCall {
     Coded coded =
         Coded::of(numbers, keys.format, keys.kind, keys.zero_point, keys.scale, keys.group);
     write(numbers, coded.numbers());
-    if (&codes == &call.k) zero_point_of_k_ = keys.zero_point;
+    if (&codes == &call.k) rounds_scores_ = keys.zero_point;
     add(codes, std::move(coded.codes));
     if (coded.scale.t.given()) add(scale, std::move(coded.scale));
     if (coded.zero_point.t.given()) add(zero, std::move(coded.zero_point));
@@ -133,7 +232,7 @@ class CachedCall {
   std::mt19937_64 random_;
   DType dtype_;
   std::deque<Buffer> buffers_;
-  bool zero_point_of_k_ = false;
+  bool rounds_scores_ = false;
 };
 
 class LowBitCaches : public EveryEngine {
@@ -202,6 +301,151 @@ TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
     if (!computes([&] { call.run(engine()); })) continue;
     ASSERT_TRUE(call.is_right(e));
     ASSERT_TRUE(call.w.check_memory());
+  }
+}
+
+// Every format with every kind of scales, page and group of heads, or as many of them as an engine
+// has time for.
+TEST_P(LowBitCaches, OfEveryFormatScaleAndPage) {
+  struct Form {
+    DType format;
+    ScaleKind kind;
+    bool zero_point;
+    int64_t page, group;
+  };
+  std::vector<Form> all;
+  using K = ScaleKind;
+  for (const DType format : kFormats) {
+    for (const K kind :
+         {K::kNone, K::kTensor, K::kHeads, K::kSequencesAndHeads, K::kRows, K::kGroups}) {
+      if (kind != K::kNone && scaled_inside(format)) continue;
+      for (const bool zero : {false, true}) {
+        if (zero && (kind == K::kNone || !has_zero_point(format))) continue;
+        for (const int64_t page : {0, 1, 16, 64})
+          for (const int64_t group : {1, 4, 8}) all.push_back({format, kind, zero, page, group});
+      }
+    }
+  }
+  std::shuffle(all.begin(), all.end(), random_);
+  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
+  const size_t few = draws == nullptr ? 12 : static_cast<size_t>(std::atoi(draws));
+  if (engine() == "cuda") all.resize(std::min(all.size(), few));
+  for (const Form& form : all) {
+    Case c;
+    c.batch = 2;
+    c.sq = 3;
+    c.sk = 70;
+    c.hk = 2;
+    c.hq = c.hk * form.group;
+    c.mask = causal();
+    c.seqused = true;
+    SCOPED_TRACE(testing::Message() << "seed " << test_seed() << " " << name_of(form.format) << " "
+                                    << static_cast<int>(form.kind) << form.zero_point << " page "
+                                    << form.page << " group " << form.group);
+    CachedCall call(c, DType::kBF16, random_());
+    for (const bool k : {true, false}) {
+      const CachedCall::Keys keys{form.format, form.kind, form.zero_point};
+      k ? call.set_k(keys) : call.set_v(keys);
+    }
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (form.page > 0) call.page(form.page);
+    if (!computes([&] { call.run(engine()); })) continue;
+    ASSERT_TRUE(call.is_right(e));
+  }
+}
+
+// Codes of rotated keys, and of keys less their means, give out and LSE of the keys themselves.
+TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
+  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
+  const int count = draws == nullptr ? 12 : std::atoi(draws);
+  for (int draw = 0; draw < count; ++draw) {
+    const bool rotates = draw % 3 != 0, means = draw % 3 != 1, of_sequences = random_() % 2 == 0;
+    Case c;
+    c.batch = 3;
+    c.sq = one_of<int64_t>({1, 5});
+    c.sk = one_of<int64_t>({40, 150});
+    c.hk = one_of<int64_t>({1, 2});
+    c.hq = c.hk * one_of<int64_t>({1, 4});
+    c.d = one_of<int64_t>({64, 96, 128});
+    c.mask = one_of({full(), causal(), window(20, 3)});
+    c.alibi = one_of({Alibi::kNone, Alibi::kHeads});
+    c.softcap = means ? 0 : one_of({0.0, 5.0});
+    c.sinks = !means && random_() % 2 == 0;
+    const bool packed = random_() % 2 == 0;
+    const int64_t page = packed ? 0 : one_of<int64_t>({0, 5, 16});
+    c.layout = packed ? Layout::kPacked : Layout::kBshd;
+    c.seqused = true;
+    const DType dtype = one_of({DType::kBF16, DType::kF16});
+    CachedCall::Keys keys{.format =
+                              one_of({DType::kE4M3, DType::kInt8, DType::kInt4, DType::kQ8_0})};
+    if (!scaled_inside(keys.format))
+      keys.kind = one_of({ScaleKind::kHeads, ScaleKind::kRows, ScaleKind::kGroups});
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << test_seed() << " draw " << draw << " " << c.name() << " page "
+                 << page << " " << name_of(dtype) << " over " << name_of(keys.format) << " "
+                 << static_cast<int>(keys.kind) << " rotates " << rotates << " means " << means
+                 << " of sequences " << of_sequences);
+    CachedCall call(c, dtype, random_());
+    call.set_k(keys);
+    call.set_v({.format = DType::kInt8, .kind = ScaleKind::kRows});
+    if (means) call.add_means(of_sequences);
+    if (rotates) call.rotate_k();
+    call.lengths_on_host = random_() % 2 == 0;
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (page > 0) call.page(page);
+    if (!computes([&] { call.run(engine()); })) continue;
+    ASSERT_TRUE(call.is_right(e));
+    ASSERT_TRUE(call.w.check_memory());
+  }
+}
+
+// With `invariant` a sequence gives the same bits alone and in any batch, whatever other rows of
+// the caches hold, however long other sequences are, and however its keys are split.
+TEST_P(LowBitCaches, InvariantToTheBatch) {
+  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
+  const int count = draws == nullptr ? 6 : std::atoi(draws);
+  for (int draw = 0; draw < count; ++draw) {
+    Case c;
+    c.batch = 3;
+    c.sq = one_of<int64_t>({1, 5, 9});
+    c.sk = draw % 3 == 0 ? 2600 : one_of<int64_t>({70, 300});
+    c.hk = draw % 3 == 0 ? 1 : one_of<int64_t>({1, 2});
+    c.hq = c.hk * one_of<int64_t>({1, 4, 8});
+    c.d = one_of<int64_t>({64, 128});
+    c.dv = one_of<int64_t>({64, 128});
+    c.mask = one_of({full(), causal(), window(1000, 0)});
+    c.seqused = c.seqused_q = true;
+    const int64_t page = one_of<int64_t>({0, 5, 16});
+    const DType dtype = one_of({DType::kBF16, DType::kF16});
+    const auto format = [&] {
+      return one_of(
+          {DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4, DType::kQ8_0, DType::kQ4_0});
+    };
+    const CachedCall::Keys k = keys_of(format()), v = keys_of(format());
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << test_seed() << " draw " << draw << " " << c.name() << " page "
+                 << page << " " << name_of(dtype) << " over " << name_of(k.format) << " "
+                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
+                 << static_cast<int>(v.kind) << v.zero_point);
+    CachedCall call(c, dtype, random_());
+    call.set_k(k);
+    call.set_v(v);
+    call.w.options.invariant = true;
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (page > 0) call.page(page);
+    if (!computes([&] { call.run(engine()); })) continue;
+    ASSERT_TRUE(call.is_right(e));
+    std::vector<std::vector<double>> together;
+    for (size_t b = 0; b < call.w.sequences.size(); ++b) together.push_back(call.results_of(b));
+    for (size_t b = 0; b < together.size(); ++b) {
+      if (call.w.sequences[b].sq == 0) continue;
+      call.run_alone(b, one_of<uint8_t>({0x7f, 0xff, 0}), engine());
+      ASSERT_EQ(call.results_of(b), together[b]) << "sequence " << b;
+      call.w.options.threads = 1 + static_cast<int>(random_() % 3);
+    }
   }
 }
 
@@ -338,10 +582,11 @@ struct AppendedCodes {
       for (size_t i = 0; i < buffers.size(); ++i)
         if (t.data == buffers[i].t.data) t.data = c.buffers[i].t.data = c.buffers[i].bytes.data();
     };
-    for (Tensor* t : {&c.call.k_cache, &c.call.v_cache, &c.call.k_new, &c.call.v_new,
-                      &c.call.cache_seqlens, &c.call.page_table, &c.call.cos, &c.call.sin,
-                      &c.call.k_cache_descale, &c.call.v_cache_descale, &c.call.k_cache_zero_point,
-                      &c.call.v_cache_zero_point, &c.q, &c.out, &c.lengths})
+    for (Tensor* t :
+         {&c.call.k_cache, &c.call.v_cache, &c.call.k_new, &c.call.v_new, &c.call.cache_seqlens,
+          &c.call.page_table, &c.call.cos, &c.call.sin, &c.call.k_cache_descale,
+          &c.call.v_cache_descale, &c.call.k_cache_zero_point, &c.call.v_cache_zero_point,
+          &c.call.k_cache_mean, &c.call.q, &c.call.q_out, &c.q, &c.out, &c.lengths})
       move(*t);
     return c;
   }
@@ -406,6 +651,12 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
       return b;
     };
     const bool any = !rotates;
+    const bool hadamard = a.call.k_cache.dtype >= DType::kE4M3 && random_() % 2 == 0;
+    if (a.call.k_cache.dtype >= DType::kE4M3 && random_() % 2 == 0) {
+      Buffer mean(DType::kF32, {paged ? 1 : kBatch, kHeads, d});
+      randomize(mean.t, random_);
+      a.call.k_cache_mean = a.add(std::move(mean));
+    }
     a.call.k_new = a.add(numbers(rows, {kBatch, kNew, kHeads, d}, any));
     a.call.v_new = a.add(numbers(rows, {kBatch, kNew, kHeads, d}, any));
     const auto ints = [&](std::vector<int64_t> shape, const std::vector<double>& values) {
@@ -422,12 +673,12 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
       a.call.interleaved = random_() % 2 == 0;
     }
     AppendedCodes want = a.copy();
-    append(want.call, {});
+    append(want.call, {.hadamard = hadamard});
     AppendedCodes got = a.copy();
     if (!computes([&] {
           EngineMemory memory(engine());
           got.keep(memory);
-          append(memory.at(got.call), {.engine = engine()});
+          append(memory.at(got.call), {.hadamard = hadamard, .engine = engine()});
           memory.bring_back();
         })) {
       continue;
@@ -456,6 +707,7 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
       ForwardTensors f{.q = memory.at(c.q), .out = memory.at(c.out)};
       Options options;
       options.engine = engine();
+      options.hadamard = hadamard;
       if (appends) {
         ForwardArgs args = appending(f, rows_there);
         args.append.rotary = {};
@@ -469,6 +721,7 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
         f.v_descale = rows_there.v_cache_descale;
         f.k_zero_point = rows_there.k_cache_zero_point;
         f.v_zero_point = rows_there.v_cache_zero_point;
+        f.k_mean = rows_there.k_cache_mean;
         forward(f, options);
       }
       memory.bring_back();
@@ -476,7 +729,7 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
     };
     AppendedCodes together = a.copy(), apart = a.copy();
     together.call.cos = together.call.sin = apart.call.cos = apart.call.sin = {};
-    append(apart.call, {});
+    append(apart.call, {.hadamard = hadamard});
     std::vector<double> one, two;
     if (!computes([&] { one = attend(together, true); })) continue;
     two = attend(apart, false);

@@ -20,6 +20,7 @@
 #include "engine_memory.h"
 #include "engines.h"
 #include "fulgur/append.h"
+#include "fulgur/codes/hadamard.h"
 #include "oracle.h"
 
 namespace fulgur::test {
@@ -170,6 +171,56 @@ TEST(Quantize, BlocksAreGgmls) {
   EXPECT_EQ(q4[2], 0x80);  // -16 is code 0, and 0 is code 8
 }
 
+// Codes of numbers less the means of columns, of those that are finite.
+TEST(Quantize, MeansAreTakenFromNumbersAndGivenBack) {
+  std::mt19937_64 random(seed());
+  constexpr int64_t kBatch = 2, kRows = 150, kHeads = 2, kDim = 64;
+  for (const DType format : kFormats) {
+    SCOPED_TRACE(name_of(format));
+    const ScaleKind kind = scaled_inside(format) ? ScaleKind::kNone : ScaleKind::kRows;
+    Buffer x(DType::kF32, {kBatch, kRows, kHeads, kDim}), mean(DType::kF32, {kBatch, kHeads, kDim}),
+        back(DType::kF32, {kBatch, kRows, kHeads, kDim});
+    std::vector<double> numbers(static_cast<size_t>(x.t.numel())), want(kBatch * kHeads * kDim);
+    for (size_t i = 0; i < numbers.size(); ++i)
+      numbers[i] = normal(random) + 10.0 * static_cast<double>(i % kDim);
+    numbers[7] = kInf;  // which is no part of a mean
+    write(x.t, numbers);
+    numbers = read(x.t);
+    std::vector<double> counts(want.size());
+    const auto column = [&](size_t i) {
+      return i / (kRows * kHeads * kDim) * kHeads * kDim + i % (kHeads * kDim);
+    };
+    for (size_t i = 0; i < numbers.size(); ++i) {
+      if (!std::isfinite(numbers[i])) continue;
+      want[column(i)] += numbers[i];
+      ++counts[column(i)];
+    }
+    for (size_t i = 0; i < want.size(); ++i) want[i] /= counts[i];
+    Coded c = Coded::of(x.t, format, kind, false, DType::kF32, kDim);
+    quantize({.x = x.t, .codes = c.codes.t, .scale = c.scale.t, .mean = mean.t});
+    const std::vector<double> got = read(mean.t), codes = c.numbers();
+    for (size_t i = 0; i < want.size(); ++i) EXPECT_NEAR(got[i], want[i], 1e-6 * 640);
+    dequantize({.codes = c.codes.t, .scale = c.scale.t, .x = back.t, .mean = mean.t});
+    const std::vector<double> again = read(back.t);
+    for (size_t i = kDim * kHeads; i < numbers.size(); ++i) {
+      ASSERT_NEAR(again[i], codes[i] + got[column(i)], 1e-4);
+      ASSERT_NEAR(again[i], numbers[i], 1)
+          << i;  // 630 is a large number, 5 is the largest beside the mean
+    }
+    // A mean that is there.
+    Coded same = c;
+    same.codes.t.data = same.codes.bytes.data();
+    same.scale.t.data = same.scale.bytes.data();
+    std::fill(same.codes.bytes.begin(), same.codes.bytes.end(), uint8_t{0});
+    quantize({.x = x.t,
+              .codes = same.codes.t,
+              .scale = same.scale.t,
+              .mean = mean.t,
+              .static_mean = true});
+    EXPECT_EQ(same.codes.bytes, c.codes.bytes);
+  }
+}
+
 TEST(Quantize, StaticScalesAreRead) {
   std::mt19937_64 random(seed());
   std::vector<float> x(4 * 3 * 32);
@@ -240,15 +291,24 @@ TEST_P(Quantizing, GivesTheSameBits) {
                                                    K::kSequencesAndHeads, K::kRows, K::kGroups});
     const bool zero = kind != K::kNone && has_zero_point(format) && random_() % 2 == 0;
     const bool fixed = kind != K::kNone && random_() % 4 == 0, odd_ones = random_() % 3 == 0;
+    const bool means = n % 3 > 0, fixed_mean = n % 3 == 1;
     SCOPED_TRACE(testing::Message()
                  << "seed " << seed() << " draw " << n << " " << name_of(format) << " of "
                  << name_of(dtype) << " " << b << "x" << s << "x" << h << "x" << d << " scales "
-                 << static_cast<int>(kind) << zero << fixed << odd_ones);
+                 << static_cast<int>(kind) << zero << fixed << odd_ones << " means " << n % 3);
     Buffer x(dtype, {b, s, h, d}), numbers(dtype, {b, s, h, d});
     draw(x.t, odd_ones);
     // By the host; its scales are those that are given, or else are there to be written again.
     Coded want = Coded::of(x.t, format, kind, zero, one_of({DType::kF32, DType::kF16}), 32);
-    dequantize({want.codes.t, want.scale.t, want.zero_point.t, numbers.t});
+    Buffer want_mean, mean;
+    if (means) {
+      want_mean = Buffer(DType::kF32, {fixed_mean ? 1 : b, h, d});
+      if (fixed_mean) draw(want_mean.t, odd_ones);
+      mean = Buffer(DType::kF32, {fixed_mean ? 1 : b, h, d});
+      if (fixed_mean) mean.bytes = want_mean.bytes, mean.t.data = mean.bytes.data();
+    }
+    quantize({x.t, want.codes.t, want.scale.t, want.zero_point.t, false, want_mean.t, fixed_mean});
+    dequantize({want.codes.t, want.scale.t, want.zero_point.t, numbers.t, want_mean.t});
     const auto like = [&](const Buffer& one) {
       Buffer other;
       if (one.t.given()) {
@@ -261,13 +321,14 @@ TEST_P(Quantizing, GivesTheSameBits) {
     Buffer codes(format, {b, s, h, d}),
         scale = like(want.scale), zero_point = like(want.zero_point), back(dtype, {b, s, h, d});
     EngineMemory memory(engine());
-    for (Buffer* const one : {&x, &codes, &scale, &zero_point, &back})
+    for (Buffer* const one : {&x, &codes, &scale, &zero_point, &back, &mean})
       memory.keep(std::as_writable_bytes(std::span(one->bytes)));
     const auto at = [&](Buffer& one) { return one.t.given() ? memory.at(one.t) : Tensor{}; };
-    const Tensor to = at(codes), by = at(scale), zeros = at(zero_point);
-    quantize({at(x), to, by, zeros, fixed});
-    dequantize({to, by, zeros, at(back)});
+    const Tensor to = at(codes), by = at(scale), zeros = at(zero_point), less = at(mean);
+    quantize({at(x), to, by, zeros, fixed, less, fixed_mean});
+    dequantize({to, by, zeros, at(back), less});
     memory.bring_back();
+    ASSERT_EQ(mean.bytes, want_mean.bytes);
     ASSERT_EQ(codes.bytes, want.codes.bytes);
     ASSERT_EQ(scale.bytes, want.scale.bytes);
     ASSERT_EQ(zero_point.bytes, want.zero_point.bytes);
@@ -524,9 +585,10 @@ TEST(QuantizedAppend, QuantizesTheNewRows) {
     using K = ScaleKind;
     for (const ScaleKind kind : {K::kNone, K::kSequencesAndHeads, K::kRows, K::kGroups}) {
       if (kind != K::kNone && scaled_inside(format)) continue;
-      for (const bool rotates : {false, true}) {
-        SCOPED_TRACE(testing::Message()
-                     << name_of(format) << " " << static_cast<int>(kind) << rotates);
+      for (int n = 0; n < 8; ++n) {
+        const bool rotates = n % 2 == 1, by_hadamard = n / 2 % 2 == 1, means = n / 4 == 1;
+        SCOPED_TRACE(testing::Message() << name_of(format) << " " << static_cast<int>(kind)
+                                        << rotates << by_hadamard << means);
         const DType rows = rotates ? DType::kF32 : DType::kBF16;
         const bool zero = kind != K::kNone && has_zero_point(format);
         const auto numbers = [&](DType dtype, std::vector<int64_t> shape) {
@@ -544,6 +606,9 @@ TEST(QuantizedAppend, QuantizesTheNewRows) {
         v.scale.t.data = v.scale.bytes.data();
         v.zero_point.t.data = v.zero_point.bytes.data();
         const Coded first = k;
+        const Buffer mean =
+            means ? numbers(DType::kF32, {n == 4 ? 1 : kBatch, kHeads, kDim}) : Buffer();
+        const Options options{.mask = causal(), .hadamard = by_hadamard};
 
         // What is to come: the rows as a cache of numbers holds them, quantized.
         Buffer k_numbers = before, v_numbers = before;
@@ -556,20 +621,38 @@ TEST(QuantizedAppend, QuantizesTheNewRows) {
                                  .cache_seqlens = lengths}};
         if (rotates) args.rows.rotary = {cos.t, sin.t};
         append(args);
-        const auto expected = [&](const Buffer& of) {
+        const auto expected = [&](const Buffer& of, bool key) {
+          Buffer rotated(DType::kF32, cache_shape);
+          if (key && by_hadamard) hadamard({of.t, rotated.t});
           Coded want = first;
           want.codes.t.data = want.codes.bytes.data();
           want.scale.t.data = want.scale.bytes.data();
           want.zero_point.t.data = want.zero_point.bytes.data();
           const bool fixed = kind == K::kSequencesAndHeads;
-          quantize({.x = of.t,
+          quantize({.x = key && by_hadamard ? rotated.t : of.t,
                     .codes = want.codes.t,
                     .scale = want.scale.t,
                     .zero_point = want.zero_point.t,
-                    .static_scale = fixed});
+                    .static_scale = fixed,
+                    .mean = key ? mean.t : Tensor{},
+                    .static_mean = true});
+          // Only the new rows.
+          const auto keep = [&](Buffer& to, const Buffer& from) {
+            if (to.t.rank != 4) return;
+            const size_t row = to.bytes.size() / (kBatch * kRows);
+            for (int64_t i = 0; i < kBatch * kRows; ++i) {
+              const int64_t at = i % kRows - old[static_cast<size_t>(i / kRows)];
+              if (at >= 0 && at < kNew) continue;
+              std::copy_n(from.bytes.begin() + i * static_cast<int64_t>(row), row,
+                          to.bytes.begin() + i * static_cast<int64_t>(row));
+            }
+          };
+          keep(want.codes, first.codes);
+          keep(want.scale, first.scale);
+          keep(want.zero_point, first.zero_point);
           return want;
         };
-        const Coded k_want = expected(k_numbers), v_want = expected(v_numbers);
+        const Coded k_want = expected(k_numbers, true), v_want = expected(v_numbers, false);
 
         args.rows.k_cache = k.codes.t;
         args.rows.v_cache = v.codes.t;
@@ -577,7 +660,8 @@ TEST(QuantizedAppend, QuantizesTheNewRows) {
         args.rows.v_cache_descale = v.scale.t;
         args.rows.k_cache_zero_point = k.zero_point.t;
         args.rows.v_cache_zero_point = v.zero_point.t;
-        append(args);
+        args.rows.k_cache_mean = mean.t;
+        append(args, options);
         for (const auto& [got, want] : {std::pair{&k, &k_want}, std::pair{&v, &v_want}}) {
           ASSERT_EQ(got->codes.bytes, want->codes.bytes);
           ASSERT_EQ(got->scale.bytes, want->scale.bytes);
@@ -594,19 +678,19 @@ TEST(QuantizedAppend, QuantizesTheNewRows) {
         if (rotates) {
           args.q = q.t;
           args.q_out = turned.t;
-          append(args, {.mask = causal()});
+          append(args, options);
         }
         forward({.q = rotates ? turned.t : q.t,
                  .k = k.codes.t,
                  .v = v.codes.t,
                  .out = apart.t,
                  .lengths = {.seqused_k = Tensor::of(std::span(now), {kBatch})},
-                 .descales = {{}, k.scale.t, v.scale.t, k.zero_point.t, v.zero_point.t}},
-                {.mask = causal()});
+                 .descales = {{}, k.scale.t, v.scale.t, k.zero_point.t, v.zero_point.t, mean.t}},
+                options);
         std::copy(first.codes.bytes.begin(), first.codes.bytes.end(), k.codes.bytes.begin());
         std::copy(first.codes.bytes.begin(), first.codes.bytes.end(), v.codes.bytes.begin());
         args.q = {};
-        forward({.q = q.t, .out = together.t, .append = args.rows}, {.mask = causal()});
+        forward({.q = q.t, .out = together.t, .append = args.rows}, options);
         ASSERT_EQ(together.bytes, apart.bytes);
         ASSERT_EQ(k.codes.bytes, k_want.codes.bytes);
       }
@@ -742,6 +826,23 @@ TEST(QuantizedErrors, NameTheArgument) {
          a.descales.k_zero_point = of(f32, {1, 2});
        },
        "k_zero_point: got shape .*, want \\(2, 2\\) of k_descale"},
+      {"mean_of_floats",
+       [&](ForwardArgs& a) {
+         a.descales.k_mean = of(f32, {2, 2, 64});
+       },
+       "k_mean: given with k of f32, want it with codes.*"},
+      {"mean",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kInt8, {2, 10, 2, 64});
+         a.descales.k_mean = of(f32, {2, 4, 64});
+       },
+       "k_mean: got shape \\(2, 4, 64\\), want \\(2, 2, 64\\).*"},
+      {"mean_of_16_bits",
+       [&](ForwardArgs& a) {
+         a.k = of(DType::kInt8, {2, 10, 2, 64});
+         a.descales.k_mean = of(DType::kF16, {1, 2, 64});
+       },
+       "k_mean: got f16, want f32.*"},
       {"out",
        [&](ForwardArgs& a) {
          a.q = of(DType::kE4M3, {2, 3, 4, 64});
@@ -761,6 +862,49 @@ TEST(QuantizedErrors, NameTheArgument) {
         << wrong.what << ": " << message;
     EXPECT_EQ(status_of(call), Status::kInvalidArgument) << wrong.what;
   }
+}
+
+// What scores are of keys less their means, the softmax alone does not see.
+TEST(QuantizedErrors, OfRotatedKeysAndMeans) {
+  static float numbers[2 * 10 * 4 * 64];
+  const auto of = [](DType dtype, std::initializer_list<int64_t> shape) {
+    return Tensor::contiguous(numbers, dtype, shape);
+  };
+  const DType f32 = DType::kF32;
+  const Tensor rows = of(f32, {2, 10, 2, 64}), codes = of(DType::kInt8, {2, 10, 2, 64});
+  const Tensor mean = of(f32, {1, 2, 64}), sinks = of(f32, {4});
+  const ForwardArgs args{
+      .q = of(f32, {2, 3, 4, 64}), .k = codes, .v = rows, .out = of(f32, {2, 3, 4, 64})};
+  ForwardArgs less = args, sunk;
+  less.descales.k_mean = mean;
+  sunk = less;
+  sunk.sinks = sinks;
+  const auto refused = [](const ForwardArgs& a, const Options& options, const char* other) {
+    EXPECT_EQ(status_of([&] { plan(a, options); }), Status::kUnsupported);
+    EXPECT_EQ(
+        message_of([&] { plan(a, options); }).rfind(std::string("k_mean: given with ") + other, 0),
+        0u);
+  };
+  refused(sunk, {}, "sinks");
+  refused(less, {.softcap = 3}, "softcap");
+  refused(less, {.score_mod = parse_expression("2 * score")}, "score_mod");
+  ForwardArgs floats = args;
+  floats.k = rows;
+  EXPECT_EQ(message_of([&] { plan(floats, {.hadamard = true}); }),
+            "hadamard: given with k of f32, want codes of a low-bit format");
+  std::vector<int32_t> lengths{3, 4};
+  AppendArgs append_args{.rows = {.k_cache = rows,
+                                  .v_cache = rows,
+                                  .k_new = of(f32, {2, 1, 2, 64}),
+                                  .v_new = of(f32, {2, 1, 2, 64}),
+                                  .cache_seqlens = Tensor::of(std::span(lengths), {2})}};
+  EXPECT_EQ(message_of([&] { append(append_args, {.hadamard = true}); }),
+            "hadamard: given with k_cache of f32, want codes of a low-bit format");
+  append_args.rows.k_cache_mean = mean;
+  EXPECT_EQ(message_of([&] { append(append_args); }),
+            "k_cache_mean: given with k_cache of f32, want it with codes of a low-bit format");
+  EXPECT_EQ(message_of([&] { quantize({.x = rows, .codes = codes, .mean = mean}); }),
+            "mean: got one for 1 sequences, want 2 to write");
 }
 
 TEST(QuantizedErrors, BackwardTakesNoCodes) {

@@ -924,7 +924,10 @@ TEST_F(Compile, KernelsOfCodesAreClean) {
           call.args.descales.k_descale = call.args.descales.v_descale =
               Tensor::contiguous(&scale, DType::kF16, {2, 8192, 2, groups}, device);
         }
-        problems.push_back(make_problem(call.args, call.options));
+        for (const bool invariant : {false, true}) {
+          call.options.invariant = invariant;
+          problems.push_back(make_problem(call.args, call.options));
+        }
       }
     }
   }
@@ -941,7 +944,8 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
        {CallKernel::kAppendF16, CallKernel::kAppendBF16, CallKernel::kAppendF32,
         CallKernel::kQuantizeF16, CallKernel::kQuantizeBF16, CallKernel::kQuantizeF32,
         CallKernel::kMerge, CallKernel::kUpload, CallKernel::kDivide, CallKernel::kMeasureBF16,
-        CallKernel::kNumbersF16, CallKernel::kHadamardBF16, CallKernel::kFit}) {
+        CallKernel::kNumbersF16, CallKernel::kHadamardBF16, CallKernel::kMeansBF16,
+        CallKernel::kAddMeansBF16, CallKernel::kFit}) {
     kernels.push_back(use_of(kernel));
   }
   for (const size_t i : sample_of(kernels.size() * kTargets.size(), kSample)) {

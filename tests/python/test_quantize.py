@@ -92,6 +92,51 @@ def test_rotated_codes_of_outliers(rng):
     assert np.allclose(fulgur.attention(q, y, v), fulgur.attention(q, y.dequantize(), v), atol=1e-3)
 
 
+def test_positions_come_before_the_rotation(rng):
+    """append turns new keys to their positions, rotates them by hadamard and quantizes; queries likewise."""
+    k, v, q = (numbers(rng, 2, 3, heads, 64) for heads in (2, 2, 4))
+    angles = rng.uniform(0, 6, (9, 16)).astype(np.float32)
+    rotary, lengths = dict(cos=np.cos(angles), sin=np.sin(angles), causal=True), np.array([2, 4], np.int32)
+    plain = [np.zeros((2, 9, 2, 64), np.float32) for _ in range(2)]
+    turned = fulgur.append(*plain, k, v, lengths, q=q, **rotary)
+    cache = [fulgur.quantize(np.zeros_like(x), "int8", rotate=rotate) for x, rotate in zip(plain, (True, False))]
+    out = fulgur.append_attention(q, *cache, k, v, lengths, **rotary)
+    want = fulgur.quantize(plain[0], "int8", rotate=True)
+    assert np.array_equal(cache[0].codes, want.codes) and np.array_equal(cache[0].scale, want.scale)
+    again = [fulgur.quantize(np.zeros_like(x), "int8", rotate=rotate) for x, rotate in zip(plain, (True, False))]
+    assert np.array_equal(fulgur.append(*again, k, v, lengths, q=q, **rotary), turned)
+    assert np.array_equal(again[0].codes, want.codes)
+    assert np.array_equal(fulgur.attention(turned, *again, seqused_k=lengths + 3, causal=True), out)
+
+
+@pytest.mark.parametrize("rotate", [False, True])
+@pytest.mark.parametrize("format", ["e4m3", "int8", "int4", "q4_0"])
+def test_keys_less_their_means(rng, format, rotate):
+    """Means are taken from codes and given back: out and lse are those of the numbers."""
+    if format == "e4m3":
+        pytest.importorskip("ml_dtypes")
+    q, k, v = numbers(rng, 2, 5, 4, 64), numbers(rng, 2, 50, 2, 64), numbers(rng, 2, 50, 2, 64)
+    k += 6 * numbers(rng, 2, 1, 2, 64)
+    plain, less = (fulgur.quantize(k, format, mean=mean, rotate=rotate) for mean in (None, True))
+    assert less.mean.shape == (2, 2, 64) and plain.mean is None
+    if not rotate:
+        assert np.allclose(less.mean, k.mean(1), atol=1e-5)
+    error = [np.sqrt(np.mean((x.dequantize() - k) ** 2)) for x in (plain, less)]
+    assert error[1] < 0.5 * error[0]
+    got, lse = fulgur.attention(q, less, v, causal=True, return_lse=True)
+    want, want_lse = fulgur.attention(q, less.dequantize(), v, causal=True, return_lse=True)
+    assert np.allclose(got, want, atol=1e-3) and np.allclose(lse, want_lse, atol=1e-3)
+    # A cache keeps its means.
+    cache = fulgur.quantize(np.zeros_like(k), format, mean=less.mean, rotate=rotate)
+    fulgur.append(cache, fulgur.quantize(v, "q8_0"), k, v, np.zeros(2, np.int32))
+    assert np.array_equal(cache.codes, less.codes) and cache.mean is less.mean
+    for name, x in (("softcap", 5.0), ("sinks", np.zeros(4, np.float32)), ("score_mod", "2 * score")):
+        with pytest.raises(fulgur.Error, match=f"^k_mean: given with {name}, want none"):
+            fulgur.attention(q, less, v, **{name: x})
+    with pytest.raises(ValueError, match="^v: got codes less their mean, want those of k alone"):
+        fulgur.attention(q, k, fulgur.quantize(v, format, mean=True))
+
+
 @pytest.mark.parametrize("format", ["int8", "q4_0"])
 def test_rotated_caches_take_rows(rng, format):
     """New keys are rotated as those that are there, and so are the queries that follow."""
@@ -130,9 +175,17 @@ def test_rotation_is_of_q_and_k(rng):
         fulgur.attention(turned, turned, turned)
     with pytest.raises(ValueError, match="^v_cache: got rotated codes"):
         fulgur.append(turned, turned, x, x, np.zeros(1, np.int32))
-    angles = np.zeros((8, 4), np.float32)
-    with pytest.raises(ValueError, match="^cos: given with rotated codes in k_cache, want keys and queries"):
-        fulgur.append(turned, plain, x, x, np.zeros(1, np.int32), cos=angles, sin=angles)
+    with pytest.raises(ValueError, match="^hadamard: given with codes in k that are not rotated, want rotated=True"):
+        fulgur.attention(x, plain, x, hadamard=True)
+    with pytest.raises(ValueError, match="^hadamard: given with k of f32, want codes of a low-bit format"):
+        fulgur.attention(x, x, x, hadamard=True)
+    plan = fulgur.plan(x, plain, x)
+    with pytest.raises(ValueError, match="^k: got rotated codes, want those that are not, as planned"):
+        plan.run(x, turned, x)
+    plan = fulgur.plan(x, turned, x)
+    assert np.array_equal(plan.run(x, turned, x), fulgur.attention(x, turned, x))
+    by_name = fulgur.attention(x, turned.codes, x, k_descale=turned.scale, hadamard=True)
+    assert np.array_equal(by_name, fulgur.attention(x, turned, x))
     assert np.allclose(fulgur.hadamard(fulgur.hadamard(x), inverse=True), x, atol=1e-6)
     with pytest.raises(ValueError, match="^y: got f16, want f32 or bf16 as x|^y: got f16, want f32$|^y: got f16"):
         fulgur.hadamard(x, dtype="f16")

@@ -98,6 +98,7 @@ inline fulgur_options c_options(const Options& options) {
   o.engine = options.engine.c_str();
   o.max_workspace = options.max_workspace;
   o.fast_codes = options.fast_codes;
+  o.hadamard = options.hadamard;
   o.chunk = options.mask.chunk;
   o.top_left = options.mask.top_left;
   return o;

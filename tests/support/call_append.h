@@ -26,8 +26,8 @@ class CAppend {
         q_out_(a.q_out),
         cu_q_(a.cu_seqlens_q),
         rotary_{sizeof(rotary_), cos_, sin_, positions_, a.interleaved},
-        rows_{sizeof(rows_), k_,      v_,      k_new_,  v_new_,  cu_k_,   seqlens_,
-              &rotary_,      nullptr, nullptr, nullptr, nullptr, nullptr, nullptr},
+        rows_{sizeof(rows_), k_,      v_,      k_new_,  v_new_,  cu_k_,   seqlens_, &rotary_,
+              nullptr,       nullptr, nullptr, nullptr, nullptr, nullptr, nullptr},
         cache_{sizeof(cache_), table_, indptr_, index_, nullptr},
         args_{sizeof(args_), &rows_, &cache_, q_, q_out_, cu_q_} {}
   operator const fulgur_append_args*() const { return &args_; }

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "fulgur/append.h"
+#include "fulgur/codes/hadamard.h"
 #include "storage.h"
 
 namespace fulgur::test {
@@ -133,6 +134,39 @@ struct Coded {
     return all;
   }
 };
+
+/// The signs D of hadamard(): row 0 of H has ones alone.
+inline std::vector<double> signs_of_hadamard(int n) {
+  Buffer unit(DType::kF32, {1, 1, n}), y(DType::kF32, {1, 1, n});
+  std::vector<double> signs(static_cast<size_t>(n));
+  for (int j = 0; j < n; ++j) {
+    for (int i = 0; i < n; ++i) store(unit.t.data, DType::kF32, i, i == j);
+    hadamard({unit.t, y.t}, {.threads = 1});
+    signs[static_cast<size_t>(j)] = load(y.t.data, DType::kF32, 0) < 0 ? -1 : 1;
+  }
+  return signs;
+}
+
+/// Rows of d columns as the definition rotates them, or back: an entry of H of columns i and j is
+/// -1 to the count of bits that both have.
+inline std::vector<double> by_definition(const std::vector<double>& x, int64_t d, bool inverse) {
+  const int n = static_cast<int>(std::min<int64_t>(d & -d, 512));
+  const std::vector<double> signs = signs_of_hadamard(n);
+  std::vector<double> y(x.size());
+  for (size_t first = 0; first < x.size(); first += static_cast<size_t>(n)) {
+    for (int i = 0; i < n; ++i) {
+      double sum = 0;
+      for (int j = 0; j < n; ++j) {
+        const double h = __builtin_popcount(static_cast<unsigned>(i & j)) % 2 == 0 ? 1 : -1;
+        sum +=
+            h * (inverse ? 1 : signs[static_cast<size_t>(j)]) * x[first + static_cast<size_t>(j)];
+      }
+      y[first + static_cast<size_t>(i)] =
+          sum / std::sqrt(n) * (inverse ? signs[static_cast<size_t>(i)] : 1);
+    }
+  }
+  return y;
+}
 
 /// Rows of a (batch, rows, ...) tensor, as pages that hold those of sequences in any order.
 inline Buffer in_pages(const Buffer& from, int64_t page, int64_t pages,

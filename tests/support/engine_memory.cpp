@@ -91,6 +91,7 @@ ForwardTensors EngineMemory::at(const ForwardTensors& t) {
           at(t.v_descale),
           at(t.k_zero_point),
           at(t.v_zero_point),
+          at(t.k_mean),
           at(t.tensors)};
 }
 
@@ -138,7 +139,8 @@ AppendTensors EngineMemory::at(const AppendTensors& t) {
           at(t.k_cache_descale),
           at(t.v_cache_descale),
           at(t.k_cache_zero_point),
-          at(t.v_cache_zero_point)};
+          at(t.v_cache_zero_point),
+          at(t.k_cache_mean)};
 }
 
 std::vector<TensorBinding> EngineMemory::at(std::vector<TensorBinding> tensors) {

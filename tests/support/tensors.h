@@ -12,7 +12,7 @@ struct ForwardTensors {
   Tensor q{}, k{}, v{}, out{}, lse{}, alibi_slopes{}, cu_seqlens_q{}, cu_seqlens_k{};
   Tensor seqused_q{}, seqused_k{}, rng_state{}, page_table{}, page_indptr{}, cache_batch_idx{};
   Tensor leftpad_k{}, sinks{}, tree_mask{}, bias{}, prefix_groups{}, prefix_lens{};
-  Tensor q_descale{}, k_descale{}, v_descale{}, k_zero_point{}, v_zero_point{};
+  Tensor q_descale{}, k_descale{}, v_descale{}, k_zero_point{}, v_zero_point{}, k_mean{};
   std::vector<TensorBinding> tensors{};
   operator ForwardArgs() const {
     return {.q = q,
@@ -29,7 +29,7 @@ struct ForwardTensors {
             .tensors = tensors,
             .cache = {page_table, page_indptr, cache_batch_idx, leftpad_k},
             .shared_prefix = {prefix_groups, prefix_lens},
-            .descales = {q_descale, k_descale, v_descale, k_zero_point, v_zero_point}};
+            .descales = {q_descale, k_descale, v_descale, k_zero_point, v_zero_point, k_mean}};
   }
 };
 
@@ -66,6 +66,7 @@ struct AppendTensors {
   bool interleaved = false;
   Tensor rotary_seqlens{}, q{}, q_out{}, cu_seqlens_q{};
   Tensor k_cache_descale{}, v_cache_descale{}, k_cache_zero_point{}, v_cache_zero_point{};
+  Tensor k_cache_mean{};
   NewRows new_rows() const {
     return {.k_cache = k_cache,
             .v_cache = v_cache,
@@ -77,7 +78,8 @@ struct AppendTensors {
             .k_cache_descale = k_cache_descale,
             .v_cache_descale = v_cache_descale,
             .k_cache_zero_point = k_cache_zero_point,
-            .v_cache_zero_point = v_cache_zero_point};
+            .v_cache_zero_point = v_cache_zero_point,
+            .k_cache_mean = k_cache_mean};
   }
   operator AppendArgs() const {
     return {.rows = new_rows(),

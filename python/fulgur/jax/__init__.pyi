@@ -49,6 +49,8 @@ def attention(
     v_descale: ArrayLike | None = None,
     k_zero_point: ArrayLike | None = None,
     v_zero_point: ArrayLike | None = None,
+    k_mean: ArrayLike | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -129,6 +131,10 @@ def attention(
             float8, int8 or int4 with a q of bf16 or f16.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.
+        k_mean: float32 ``(batch, hk, d)``, of which batch may be 1: what the rows of codes of k have
+            besides, which lse says, too. Not with softcap, score_mod and sinks.
+        hadamard: k holds codes of rows that :func:`hadamard` has rotated, and a q of floats is rotated
+            likewise; a Quantized k says it itself.
         deterministic: the backward pass gives the same bits in every run.
         invariant: a sequence's bits do not depend on its batch or on the number of threads.
         fast_codes: P V of float8_e4m3fn arrays in e4m3, too, on Hopper GPUs: faster, and off by what
@@ -186,6 +192,8 @@ def attention(
     v_descale: ArrayLike | None = None,
     k_zero_point: ArrayLike | None = None,
     v_zero_point: ArrayLike | None = None,
+    k_mean: ArrayLike | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,
@@ -231,6 +239,8 @@ def attention(
     v_descale: ArrayLike | None = None,
     k_zero_point: ArrayLike | None = None,
     v_zero_point: ArrayLike | None = None,
+    k_mean: ArrayLike | None = None,
+    hadamard: bool = False,
     deterministic: bool = False,
     invariant: bool = False,
     fast_codes: bool = False,

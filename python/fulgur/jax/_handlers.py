@@ -200,7 +200,7 @@ def _attention_fwd(options, with_lse, tensors):
             )
     for name in WITHOUT_GRADIENT:
         if name in tensors:
-            codes = name.endswith(("_descale", "_zero_point"))
+            codes = name.endswith(("_descale", "_zero_point", "_mean"))
             things = "tree masks" if name == "tree_mask" else "codes" if codes else "caches"
             raise ValueError(
                 f"{name}: given where a gradient is wanted, and {things} have none; want "

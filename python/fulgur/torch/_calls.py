@@ -22,7 +22,7 @@ _OPTIONS = frozenset(_fulgur.option_defaults())
 _OPTIONS_OF_APPEND = _OPTIONS & {x.name for x in _operators.append._schema.arguments}
 _CONSTANTS = {"scale", "softcap", "alibi_slopes"}
 _WITH_GRADIENT = frozenset(x for x in OPTIONAL["forward"] if x not in WITHOUT_GRADIENT)
-_OF_CODES = frozenset(x for x in WITHOUT_GRADIENT if x.endswith(("_descale", "_zero_point")))
+_OF_CODES = frozenset(x for x in WITHOUT_GRADIENT if x.endswith(("_descale", "_zero_point", "_mean")))
 _OF_CACHES = frozenset(WITHOUT_GRADIENT) - _OF_CODES - {"tree_mask", "prefix_groups", "prefix_lens"}
 
 

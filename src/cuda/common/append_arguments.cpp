@@ -53,6 +53,10 @@ AppendRows rows_between(const void* from, const Layout& at, void* to, const Layo
           static_cast<int>(heads),
           static_cast<int>(dim),
           static_cast<int>(pairs),
+          0,
+          nullptr,
+          0,
+          0,
           {}};
 }
 
@@ -65,6 +69,12 @@ AppendCodes codes_of(DType format, const Scaling& scaling) {
           of_rows,
           scales_of(scaling.scale),
           scales_of(scaling.zero_point)};
+}
+
+void set_means(const Means& means, AppendRows& rows) {
+  rows.mean = means.data;
+  rows.mean_batch = means.batch;
+  rows.mean_head = means.head;
 }
 
 AppendParams append_params(const AppendCall& c) {
@@ -85,7 +95,10 @@ AppendParams append_params(const AppendCall& c) {
                                       {rows.k_cache_zero_point.data, c.p.k_zero_point}});
   p.v.codes = codes_of(c.p.dtypes.v, {{rows.v_cache_descale.data, c.p.v_descale},
                                       {rows.v_cache_zero_point.data, c.p.v_zero_point}});
+  p.k.hadamard = c.hadamard;
+  set_means(Means(rows.k_cache_mean), p.k);
   p.q = rows_between(a.q.data, c.p.q, a.q_out.data, c.q_out, c.hq, c.p.d, c.pairs);
+  p.q.hadamard = c.hadamard_q;
   p.page_table = ints(a.cache.page_table);
   p.page_indptr = ints(a.cache.page_indptr);
   p.cache_batch_idx = ints(a.cache.cache_batch_idx);

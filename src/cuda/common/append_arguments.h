@@ -15,6 +15,9 @@ AppendRows rows_between(const void* from, const Layout& at, void* to, const Layo
 /// nothing where it is none.
 AppendCodes codes_of(DType format, const Scaling& scaling);
 
+/// The means of the columns of rows, which their codes have not.
+void set_means(const Means& means, AppendRows& rows);
+
 /// What a kernel that appends is told, but for the lengths. Throws Error(kUnsupported) for more
 /// rows than it counts.
 AppendParams append_params(const AppendCall& call);

@@ -33,6 +33,10 @@ KernelUse use_of(CallKernel kernel) {
   if (kernel < CallKernel::kMeasureF16) return {{"common/append.cu", header}, "fulgur_append", 0};
   if (kernel >= CallKernel::kHadamardF16 && kernel <= CallKernel::kHadamardF32)
     return {{"codes/hadamard.cu", header}, "fulgur_hadamard", 0};
+  if (kernel >= CallKernel::kMeansF16 && kernel <= CallKernel::kMeansF32)
+    return {{"codes/means.cu", header}, "fulgur_means", 0};
+  if (kernel >= CallKernel::kAddMeansF16 && kernel <= CallKernel::kAddMeansF32)
+    return {{"codes/means.cu", header}, "fulgur_add_means", 0};
   const char* const entry = kernel == CallKernel::kFit          ? "fulgur_fit"
                             : kernel >= CallKernel::kNumbersF16 ? "fulgur_dequantize"
                                                                 : "fulgur_measure";

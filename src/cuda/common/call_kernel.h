@@ -11,7 +11,7 @@ namespace fulgur::cuda {
 /// Append has one for each dtype, and one that makes codes of it. kUpload writes numbers of its
 /// arguments to memory, of plans, too; kDivide what the parts of a plan over shared prefixes are
 /// told. Of quantize kMeasure and kFit make scales that rows share; kNumbers is its inverse.
-/// kHadamard rotates rows.
+/// kHadamard rotates rows; kMeans makes means of columns, kAddMeans adds their products to LSE.
 /// kAddRows adds sums of gradients of several processes and rounds them.
 enum class CallKernel : uint8_t {
   kAppendF16,
@@ -32,6 +32,12 @@ enum class CallKernel : uint8_t {
   kHadamardF16,
   kHadamardBF16,
   kHadamardF32,
+  kMeansF16,
+  kMeansBF16,
+  kMeansF32,
+  kAddMeansF16,
+  kAddMeansBF16,
+  kAddMeansF32,
   kFit,
   kAddRows
 };

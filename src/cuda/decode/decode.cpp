@@ -119,7 +119,7 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, const Run& run
 
 void DecodeExecutable::run(const Call& call, const Run& run) const {
   if (!plan_.appends) return ForwardPassExecutable::run(call, run);
-  AppendThenAttend appending(*std::get<const ForwardArgs*>(call), problem_.mask);
+  AppendThenAttend appending(*std::get<const ForwardArgs*>(call), problem_.mask, false);
   metadata_.check(appending.attention());
   const CurrentContext current(gpu_.context());
   const LaunchMemory::Lease lease = memory(run);

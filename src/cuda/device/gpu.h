@@ -84,7 +84,7 @@ class Gpu {
   std::once_flag context_made_;
   std::mutex mutex_;
   std::map<std::string, Slot> kernels_;
-  std::array<std::atomic<CUfunction>, 20> call_functions_{};
+  std::array<std::atomic<CUfunction>, 26> call_functions_{};
   LaunchMemory launch_memory_;
 };
 

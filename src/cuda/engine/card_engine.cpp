@@ -122,6 +122,10 @@ class CardEngine final : public Engine {
   std::unique_ptr<const AppendStep> append_step(const Problem&, int) const override {
     throw Error(Status::kUnsupported, "append: a plan for a card is of attention alone");
   }
+  std::unique_ptr<const CodeSteps> code_steps(const Problem&, int) const override {
+    throw Error(Status::kUnsupported,
+                "hadamard, k_mean: given, a plan for a card is of attention alone");
+  }
   void with_workspace(Device, const WorkspaceNeed&, const Run&,
                       const std::function<void(void*)>&) const override {
     not_here(card_);

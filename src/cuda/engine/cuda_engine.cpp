@@ -71,6 +71,9 @@ class CudaEngine final : public Engine {
   std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& p, int) const override {
     return cuda::prefix_steps(p, attending_gpu(p.device.index));
   }
+  std::unique_ptr<const CodeSteps> code_steps(const Problem& p, int) const override {
+    return cuda::code_steps(p, attending_gpu(p.device.index));
+  }
   void with_workspace(Device device, const WorkspaceNeed& need, const Run& run,
                       const std::function<void(void*)>& compute) const override {
     Gpu& gpu = usable_gpu(device.index);

@@ -5,9 +5,11 @@
 
 #include "cuda/common/append_arguments.h"
 #include "cuda/common/call_kernel.h"
+#include "cuda/common/host_metadata.h"
 #include "cuda/common/launch.h"
 #include "cuda/engine/devices.h"
 #include "kernels/codes/hadamard_params.h"
+#include "kernels/codes/means_params.h"
 #include "kernels/codes/quantize_params.h"
 #include "kernels/host_device/heads.h"
 
@@ -33,6 +35,7 @@ MeasureParams measure_params(const CodeTensor& codes, const ConstTensor& x, int6
   MeasureParams p{};
   p.rows = rows_between(x.data, rows_layout(x), codes.codes, codes.at, heads, codes.columns, 0);
   p.rows.codes = codes_of(codes.format.dtype, codes.scaling);
+  set_means(codes.means, p.rows);
   p.batch = counts.batch;
   p.rows_each = counts.rows_each;
   return p;
@@ -56,7 +59,85 @@ void fit_scales(MeasureParams p, DType dtype, Gpu& gpu, const Run& run) {
   launch(stream, fit, &p, {grid.x}, 32, 0, kWhat);
 }
 
+/// The means of the rows that are measured.
+void write_means(const MeasureParams& measured, DType dtype, Gpu& gpu, const Run& run) {
+  const MeansParams p{measured.rows, measured.batch, measured.rows_each};
+  const auto stream = static_cast<CUstream>(run.stream);
+  launch(stream, loaded(of_dtype(CallKernel::kMeansF16, dtype), gpu, stream), &p,
+         {p.batch * p.rows.heads, (p.rows.dim - 1) / 32 + 1}, kernels::kHeadThreads, 0,
+         "launching the kernel of means");
+}
+
+/// Which of three kernels reads rows of q, codes among them.
+CallKernel of_queries(CallKernel first, DType q) {
+  return of_dtype(first, is_low_bit(q) ? DType::kF16 : q);
+}
+
+/// What lies in the host's memory of the lengths that say of which sequence a row is.
+Problem with_starts_alone(Problem p) {
+  const bool starts = p.on_host.has(Arg::kCuSeqlensQ);
+  p.on_host = {};
+  p.on_host.set(Arg::kCuSeqlensQ, starts);
+  return p;
+}
+
+class CudaCodeSteps final : public CodeSteps {
+ public:
+  CudaCodeSteps(const Problem& p, Gpu& gpu)
+      : p_(p), gpu_(gpu), numbers_(with_starts_alone(p), gpu) {
+    if (p.hadamard && !is_low_bit(p.dtypes.q))
+      load(of_dtype(CallKernel::kHadamardF16, p.dtypes.q), gpu);
+    if (p.has(Arg::kKMean) && p.has(Arg::kLse))
+      load(of_queries(CallKernel::kAddMeansF16, p.dtypes.q), gpu);
+  }
+
+  int64_t bytes() const override { return numbers_.bytes(); }
+
+  void rotate(const HadamardCall& call, const Run& run) const override {
+    cuda::hadamard(call, run);
+  }
+
+  void add_means(const ForwardArgs& args, void* memory, const Run& run) const override {
+    if (p_.batch == 0 || p_.total_q == 0) return;
+    const auto stream = static_cast<CUstream>(run.stream);
+    const CurrentContext current(gpu_.context());
+    numbers_.store(args, stream, memory);
+    const ForwardArgs here = numbers_.moved(args, memory);
+    const Means means(args.descales.k_mean);
+    AddMeansParams p{};
+    p.q = args.q.data;
+    p.q_batch = p_.q.batch;
+    p.q_row = p_.q.row;
+    p.q_head = p_.q.head;
+    p.codes = codes_of(p_.dtypes.q, {{args.descales.q_descale.data, p_.q_descale}, {}});
+    p.lse = static_cast<float*>(args.lse.data);
+    p.lse_batch = p_.lse.batch;
+    p.lse_head = p_.lse.head;
+    p.mean = means.data;
+    p.mean_batch = means.batch;
+    p.mean_head = means.head;
+    p.scale = static_cast<float>(p_.scale);
+    p.batch = static_cast<int>(p_.batch);
+    p.rows_each = static_cast<int>(p_.packed ? p_.total_q : p_.sq);
+    p.heads = static_cast<int>(p_.hq);
+    p.group = static_cast<int>(p_.group());
+    p.dim = static_cast<int>(p_.d);
+    p.cu_seqlens = static_cast<const int*>(here.lengths.cu_seqlens_q.data);
+    launch(of_queries(CallKernel::kAddMeansF16, p_.dtypes.q), gpu_, stream, &p, p_.total_q, p.heads,
+           kCodeLanesLog2);
+  }
+
+ private:
+  Problem p_;
+  Gpu& gpu_;
+  HostMetadata numbers_;
+};
+
 }  // namespace
+
+std::unique_ptr<const CodeSteps> code_steps(const Problem& p, Gpu& gpu) {
+  return std::make_unique<CudaCodeSteps>(p, gpu);
+}
 
 void quantize(const QuantizeCall& c, const Run& run) {
   MeasureParams measured = measure_params(c.to, c.x, c.batch, c.rows, c.heads);
@@ -66,6 +147,7 @@ void quantize(const QuantizeCall& c, const Run& run) {
   codes.fits = codes.groups > 0 && !c.fixed;
   const CallKernel kernel = append_kernel(c.x.dtype, true);
   loaded(kernel, gpu, static_cast<CUstream>(run.stream));  // before anything is launched
+  if (c.mean.given()) write_means(measured, c.x.dtype, gpu, run);
   if (codes.fits && !codes.of_rows) {
     fit_scales(measured, c.x.dtype, gpu, run);
     codes.fits = false;
@@ -87,6 +169,7 @@ void dequantize(const DequantizeCall& c, const Run& run) {
   p.rows =
       rows_between(c.from.codes, c.from.at, c.x.data, rows_layout(c.x), c.heads, c.from.columns, 0);
   p.rows.codes = codes_of(c.from.format.dtype, c.from.scaling);
+  set_means(c.from.means, p.rows);
   Gpu& gpu = usable_gpu(c.x.device.index);
   launch(of_dtype(CallKernel::kNumbersF16, c.x.dtype), gpu, static_cast<CUstream>(run.stream), &p,
          int64_t{p.batch} * p.rows_each, p.rows.heads, kCodeLanesLog2);

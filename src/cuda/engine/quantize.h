@@ -1,7 +1,11 @@
 #pragma once
 
+#include <memory>
+
 #include "base/hadamard.h"
 #include "base/quantize.h"
+#include "cuda/device/gpu.h"
+#include "engine/engine.h"
 #include "fulgur/attention.h"
 
 namespace fulgur::cuda {
@@ -10,5 +14,8 @@ namespace fulgur::cuda {
 void quantize(const QuantizeCall& call, const Run& run);
 void dequantize(const DequantizeCall& call, const Run& run);
 void hadamard(const HadamardCall& call, const Run& run);
+
+/// Loads the kernels of calls over such codes.
+std::unique_ptr<const CodeSteps> code_steps(const Problem& problem, Gpu& gpu);
 
 }  // namespace fulgur::cuda

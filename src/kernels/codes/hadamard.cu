@@ -1,37 +1,8 @@
 // Rows rotated by a Hadamard matrix (fulgur/codes/hadamard.h), a warp for each head of a row. A lane has
-// every 32nd column; sums are those of the CPU, one by one.
+// every 32nd column.
 #include "kernel_config.h"
 #include "codes/hadamard_params.h"
-#include "device/elements.cuh"
-#include "host_device/heads.h"
-
-enum : int { kOfLane = kMostHadamardColumns / 32 };
-
-// H of n columns, of which this lane has x.
-__device__ __forceinline__ void rotate(float (&x)[kOfLane], int n) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int step = 1; step < 32; step *= 2) {
-    if (step >= n) break;
-#pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      if (32 * i >= n) break;
-      const float other = __shfl_xor_sync(0xffffffff, x[i], step);
-      x[i] = lane & step ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
-    }
-  }
-#pragma unroll
-  for (int step = 1; step < kOfLane; step *= 2) {
-    if (32 * step >= n) break;
-#pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
-      if (i & step) continue;
-      const float a = x[i], b = x[i | step];
-      x[i] = __fadd_rn(a, b);
-      x[i | step] = __fsub_rn(a, b);
-    }
-  }
-}
+#include "device/quantize.cuh"
 
 extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_hadamard(const __grid_constant__ HadamardParams p) {
   using T = typename InMemory<kElement>::Type;
@@ -55,7 +26,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_hadamard(const
           x[i] = to_f32<kElement>(from[first + column]);
           if (!p.inverse && hadamard_flips(column)) x[i] = -x[i];
         }
-        rotate(x, columns);
+        hadamard_lanes(x, columns);
 #pragma unroll
         for (int i = 0; i < kOfLane; ++i) {
           const int column = lane + 32 * i;

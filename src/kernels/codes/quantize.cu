@@ -12,9 +12,13 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_measure(const 
   const int slice = blockIdx.y * (kHeadThreads / 32) + threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto* const from =
       static_cast<const InMemory<kElement>::Type*>(rows.from) + b * rows.from_batch + head * rows.from_head;
+  const float* const mean = rows.mean == nullptr ? nullptr : rows.mean + b * rows.mean_batch + head * rows.mean_head;
   Extremes e;
   for (int row = slice; row < p.rows_each; row += p.slices)
-    for (int i = lane; i < rows.dim; i += 32) e.add(to_f32<kElement>(from[row * rows.from_row + i]));
+    for (int i = lane; i < rows.dim; i += 32) {
+      const float x = to_f32<kElement>(from[row * rows.from_row + i]);
+      e.add(mean == nullptr ? x : __fsub_rn(x, mean[i]));
+    }
   e.join_lanes();
   if (lane == 0) e.store(p.measured + 4 * (static_cast<long long>(blockIdx.x) * p.slices + slice));
 }
@@ -59,6 +63,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_dequantize(con
           const GroupScale by = read_scales(c, b, b, row, head, i / columns);
           x = __fmul_rn(__fsub_rn(x, by.zero_point), by.scale);
         }
+        if (rows.mean != nullptr) x = __fadd_rn(x, rows.mean[b * rows.mean_batch + head * rows.mean_head + i]);
         to[i] = from_f32<kElement>(x);
       }
     }

@@ -8,8 +8,12 @@
 // CTAs of an SM, which hide the time that memory takes; registers for as many are enough.
 constexpr int kAppendCtas = 3;
 
+// Memory for rows that are rotated before they become codes, one for each warp.
+enum : int { kRowsOfWarps = kCodes ? kHeadThreads / 32 : 1, kRowColumns = kCodes ? kMostHadamardColumns : 1 };
+
 extern "C" __global__ void __launch_bounds__(kHeadThreads, kAppendCtas)
     fulgur_append(const __grid_constant__ AppendParams p) {
+  __shared__ float rows_of_warps[kRowsOfWarps][kRowColumns];
   if (p.lengths != nullptr && blockIdx.x == 0 && blockIdx.y == 0)
     for (int b = threadIdx.x; b < p.batch; b += blockDim.x) p.lengths[b] = appended_length(p, b);
   const int lane = threadIdx.x & ((1 << p.lanes_log2) - 1);
@@ -27,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads, kAppendCtas)
       const bool of_v = is_new && h >= p.k.heads;
       const AppendRows& rows = of_v ? p.v : is_new ? p.k : p.q;
       const int head = of_v ? h - p.k.heads : h;
-      if (kCodes && rows.codes.format != 0)
-        quantize_head<kElement>(p, rows, token, to, head, lane);
+      if (kCodes && (rows.codes.format != 0 || rows.hadamard))
+        quantize_head<kElement>(p, rows, token, to, head, lane, rows_of_warps[threadIdx.x / 32 % kRowsOfWarps]);
       else
         append_head<kElement>(p, rows, token, to, head, lane);
     }

@@ -25,7 +25,10 @@ struct AppendRows {
   void* to;
   long long to_batch, to_row, to_head;
   int heads, dim;
-  int pairs;  // of columns that are rotated
+  int pairs;     // of columns that are turned to a position
+  int hadamard;  // all columns are rotated by H then; codes are made of them, or it is kCodes's kernel
+  const float* mean;                // of the columns, which codes have not; or null
+  long long mean_batch, mean_head;  // from those of a sequence to those of the next, and likewise
   AppendCodes codes;
 };
 

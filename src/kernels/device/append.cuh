@@ -95,7 +95,7 @@ __device__ __forceinline__ AppendPlace place_of(const AppendParams& p, const App
 
 // Of a query.
 __device__ __forceinline__ AppendPlace place_of_query(const AppendParams& p, const AppendToken& token) {
-  const long long position = position_of(p, token.b, p.advance ? token.i : 0);
+  const long long position = p.q.pairs > 0 ? position_of(p, token.b, p.advance ? token.i : 0) : 0;
   return {token.exists && position >= 0, token.b, u32(token.row), position};
 }
 

@@ -3,8 +3,61 @@
 #pragma once
 #include "device/append.cuh"
 #include "device/math.cuh"
+#include "host_device/heads.h"
 
-// The numbers of a row of `rows`, rotated where its columns are.
+enum : int { kOfLane = kMostHadamardColumns / 32 };
+
+// H of n columns, of which a lane has every 32nd one, x, by a warp; sums are those of the CPU, one by one.
+__device__ __forceinline__ void hadamard_lanes(float (&x)[kOfLane], int n) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    if (step >= n) break;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      if (32 * i >= n) break;
+      const float other = __shfl_xor_sync(0xffffffff, x[i], step);
+      x[i] = lane & step ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
+    }
+  }
+#pragma unroll
+  for (int step = 1; step < kOfLane; step *= 2) {
+    if (32 * step >= n) break;
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      if (i & step) continue;
+      const float a = x[i], b = x[i | step];
+      x[i] = __fadd_rn(a, b);
+      x[i | step] = __fsub_rn(a, b);
+    }
+  }
+}
+
+// All columns of a row in shared memory, which this lane has written of every 32nd one, times H D / sqrt(n).
+__device__ __forceinline__ void hadamard_row(float* row, int dim, int lane) {
+  const int columns = hadamard_columns(dim);
+  const float scale = hadamard_scale(columns);
+  __syncwarp();
+  for (int first = 0; first < dim; first += columns) {
+    float x[kOfLane] = {};
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int column = lane + 32 * i;
+      if (column >= columns) break;
+      x[i] = hadamard_flips(column) ? -row[first + column] : row[first + column];
+    }
+    hadamard_lanes(x, columns);
+#pragma unroll
+    for (int i = 0; i < kOfLane; ++i) {
+      const int column = lane + 32 * i;
+      if (column >= columns) break;
+      row[first + column] = __fmul_rn(x[i], scale);
+    }
+  }
+  __syncwarp();
+}
+
+// The numbers of a row of `rows`, at their position and rotated where its columns are, less their means.
 template <Element kType>
 class AppendedNumbers {
  public:
@@ -14,10 +67,25 @@ class AppendedNumbers {
                                              long long position, int head)
       : p_(p), pairs_(rows.pairs), position_(position),
         from_(static_cast<const T*>(rows.from) + token.b * rows.from_batch + token.row * rows.from_row +
-              head * rows.from_head) {}
+              head * rows.from_head),
+        mean_(rows.mean == nullptr ? nullptr : rows.mean + token.b * rows.mean_batch + head * rows.mean_head) {}
 
-  // Products and sums are rounded one by one, as the CPU rounds them.
+  // Rotates all columns, to memory of this warp. `rounded`: they are rounded at their position first, as queries are.
+  __device__ __forceinline__ void rotate(float* row, int dim, bool rounded, int lane) {
+    __syncwarp();  // of the row before nothing is read any more
+    for (int i = lane; i < dim; i += 32) row[i] = rounded ? to_f32<kType>(from_f32<kType>(placed(i))) : placed(i);
+    hadamard_row(row, dim, lane);
+    rotated_ = row;
+  }
+
   __device__ __forceinline__ float operator[](int column) const {
+    const float x = rotated_ == nullptr ? placed(column) : rotated_[column];
+    return mean_ == nullptr ? x : __fsub_rn(x, mean_[column]);
+  }
+
+ private:
+  // Products and sums are rounded one by one, as the CPU rounds them.
+  __device__ __forceinline__ float placed(int column) const {
     if (column >= 2 * pairs_) return to_f32<kType>(from_[column]);
     const int pair = p_.interleaved ? column / 2 : column % pairs_;
     const int low = p_.interleaved ? 2 * pair : pair, high = p_.interleaved ? low + 1 : pair + pairs_;
@@ -27,7 +95,6 @@ class AppendedNumbers {
                          : __fadd_rn(__fmul_rn(u, sin), __fmul_rn(v, cos));
   }
 
- private:
   __device__ __forceinline__ float angle(const void* angles, long long at) const {
     return p_.f32_angles ? static_cast<const float*>(angles)[at] : to_f32<kType>(static_cast<const T*>(angles)[at]);
   }
@@ -36,6 +103,8 @@ class AppendedNumbers {
   int pairs_;
   long long position_;
   const T* from_;
+  const float* mean_;
+  const float* rotated_ = nullptr;
 };
 
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
@@ -260,13 +329,20 @@ __device__ __forceinline__ float code_number(int format, const unsigned char* co
   return float((code ^ 8) - 8);
 }
 
-// A head of a row becomes codes at its place, by a warp.
+// A head of a row becomes codes at its place, or a rotated row of numbers, by a warp. `row`: memory for a row that is
+// rotated.
 template <Element kType>
 __device__ __forceinline__ void quantize_head(const AppendParams& p, const AppendRows& rows, const AppendToken& token,
-                                              const AppendPlace& to, int head, int lane) {
+                                              const AppendPlace& to, int head, int lane, float* row) {
   const AppendCodes& c = rows.codes;
-  const AppendedNumbers<kType> numbers(p, rows, token, to.position, head);
+  AppendedNumbers<kType> numbers(p, rows, token, to.position, head);
+  if (rows.hadamard) numbers.rotate(row, rows.dim, c.format == 0, lane);
   const long long first = to.entry * rows.to_batch + to.row * rows.to_row + head * rows.to_head;
+  if (c.format == 0) {
+    auto* const y = static_cast<typename InMemory<kType>::Type*>(rows.to) + first;
+    for (int i = lane; i < rows.dim; i += 32) y[i] = from_f32<kType>(numbers[i]);
+    return;
+  }
   unsigned char* const codes = static_cast<unsigned char*>(rows.to) + codes_before(c.format, first);
   if (is_block(c.format)) {
     for (int column = 0; column < rows.dim; column += 32)

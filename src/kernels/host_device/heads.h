@@ -9,6 +9,9 @@ constexpr int kHeadThreads = 256;  // of a CTA at most
 
 enum : int { kMostHadamardColumns = 512 };
 
+// Sums of every so manieth row, which are added up in order: the mean of a column is the same on every device.
+constexpr int kMeanSlices = 64;
+
 // Columns that are turned together.
 FULGUR_SHARED int hadamard_columns(int dim) { return min_of(dim & -dim, kMostHadamardColumns); }
 

@@ -54,6 +54,7 @@ FIELD(fulgur_options, score_mod, 112, 8);
 FIELD(fulgur_options, mask_mod, 120, 8);
 FIELD(fulgur_options, algorithm, 128, 8);
 FIELD(fulgur_options, fast_codes, 136, 4);
+FIELD(fulgur_options, hadamard, 140, 4);
 
 SIZE(fulgur_var_len, 40);
 FIELD(fulgur_var_len, struct_size, 0, 8);
@@ -81,7 +82,7 @@ FIELD(fulgur_rotary, sin, 16, 8);
 FIELD(fulgur_rotary, rotary_seqlens, 24, 8);
 FIELD(fulgur_rotary, interleaved, 32, 4);
 
-SIZE(fulgur_new_rows, 112);
+SIZE(fulgur_new_rows, 120);
 FIELD(fulgur_new_rows, struct_size, 0, 8);
 FIELD(fulgur_new_rows, k_cache, 8, 8);
 FIELD(fulgur_new_rows, v_cache, 16, 8);
@@ -96,8 +97,9 @@ FIELD(fulgur_new_rows, k_cache_zero_point, 80, 8);
 FIELD(fulgur_new_rows, v_cache_zero_point, 88, 8);
 FIELD(fulgur_new_rows, k_cache_format, 96, 8);
 FIELD(fulgur_new_rows, v_cache_format, 104, 8);
+FIELD(fulgur_new_rows, k_cache_mean, 112, 8);
 
-SIZE(fulgur_descales, 64);
+SIZE(fulgur_descales, 72);
 FIELD(fulgur_descales, struct_size, 0, 8);
 FIELD(fulgur_descales, q_descale, 8, 8);
 FIELD(fulgur_descales, k_descale, 16, 8);
@@ -106,8 +108,9 @@ FIELD(fulgur_descales, k_zero_point, 32, 8);
 FIELD(fulgur_descales, v_zero_point, 40, 8);
 FIELD(fulgur_descales, k_format, 48, 8);
 FIELD(fulgur_descales, v_format, 56, 8);
+FIELD(fulgur_descales, k_mean, 64, 8);
 
-SIZE(fulgur_quantize_args, 64);
+SIZE(fulgur_quantize_args, 80);
 FIELD(fulgur_quantize_args, struct_size, 0, 8);
 FIELD(fulgur_quantize_args, x, 8, 8);
 FIELD(fulgur_quantize_args, codes, 16, 8);
@@ -116,6 +119,8 @@ FIELD(fulgur_quantize_args, zero_point, 32, 8);
 FIELD(fulgur_quantize_args, format, 40, 8);
 FIELD(fulgur_quantize_args, static_scale, 48, 4);
 FIELD(fulgur_quantize_args, stream, 56, 8);
+FIELD(fulgur_quantize_args, mean, 64, 8);
+FIELD(fulgur_quantize_args, static_mean, 72, 4);
 
 SIZE(fulgur_tensor_binding, 32);
 FIELD(fulgur_tensor_binding, struct_size, 0, 8);

@@ -110,6 +110,10 @@ TEST_F(DocumentedDetails, AreAll) {
   of_a_paper.options.algorithm = "fa1";
   add(of_a_paper.args, of_a_paper.options);
   add_forward({.dtype = DType::kE4M3, .fast_codes = true});
+  ForwardCall rotated = forward_call({.sq = 1});
+  rotated.args.k.dtype = rotated.args.v.dtype = DType::kInt8;
+  rotated.options.hadamard = true;
+  add(rotated.args, rotated.options);
   add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
   add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});
   for (const int64_t sq : {1, 700}) {

@@ -8,6 +8,8 @@
 #include "cuda/driver/driver.h"
 #include "fake_driver.h"
 #include "kernels/backward/params.h"
+#include "kernels/codes/hadamard_params.h"
+#include "kernels/codes/means_params.h"
 #include "kernels/common/append_params.h"
 #include "kernels/common/copy_rows_params.h"
 #include "kernels/common/merge_params.h"
@@ -33,6 +35,8 @@ struct Kernel {
 };
 constexpr Kernel kKernels[] = {
     {"fulgur_append", sizeof(AppendParams)},
+    {"fulgur_hadamard", sizeof(HadamardParams)},
+    {"fulgur_add_means", sizeof(AddMeansParams)},
     {"fulgur_merge", sizeof(MergeParams)},
     {"fulgur_mma_rate", sizeof(MmaRateParams)},
     {"fulgur_upload_metadata", sizeof(UploadMetadataParams)},

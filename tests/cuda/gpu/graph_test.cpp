@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "appended.h"
+#include "coded.h"
 #include "device.h"
 #include "engine_memory.h"
 #include "fulgur/distributed/plan.h"
@@ -406,6 +407,71 @@ TEST_F(Graphs, CachesChangeBetweenReplays) {
         EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
       }
     }
+  }
+}
+
+// Caches of codes, of rotated keys less their means, take new rows in graphs, too: what these are,
+// where they go, and the means change between replays.
+TEST_F(Graphs, CodesAreAppendedAndAttended) {
+  constexpr int64_t kBatch = 2, kRows = 200, kNew = 3, kHeads = 2, kDim = 64;
+  struct CodedCall {
+    std::deque<Buffer> buffers;
+    AppendTensors rows;
+    ForwardTensors attention;
+
+    Tensor add(DType dtype, std::vector<int64_t> shape) {
+      return buffers.emplace_back(dtype, std::move(shape)).t;
+    }
+    CodedCall() {
+      const DType bf16 = DType::kBF16, f32 = DType::kF32;
+      rows.k_cache = add(DType::kInt8, {kBatch, kRows, kHeads, kDim});
+      rows.v_cache = add(DType::kE4M3, {kBatch, kRows, kHeads, kDim});
+      rows.k_cache_descale = add(f32, {kBatch, kRows, kHeads, 1});
+      rows.v_cache_descale = add(f32, {kBatch, kRows, kHeads, 1});
+      rows.k_cache_mean = add(f32, {kBatch, kHeads, kDim});
+      rows.k_new = add(bf16, {kBatch, kNew, kHeads, kDim});
+      rows.v_new = add(bf16, {kBatch, kNew, kHeads, kDim});
+      rows.cos = add(f32, {kRows, 16});
+      rows.sin = add(f32, {kRows, 16});
+      rows.cache_seqlens = add(DType::kI32, {kBatch});
+      attention.q = add(bf16, {kBatch, kNew, 2 * kHeads, kDim});
+      attention.out = add(bf16, {kBatch, kNew, 2 * kHeads, kDim});
+      attention.lse = add(f32, {kBatch, 2 * kHeads, kNew});
+    }
+  };
+  const Stream stream;
+  CodedCall replayed, called;
+  EngineMemory memories[2]{EngineMemory("cuda"), EngineMemory("cuda")};
+  std::vector<ForwardArgs> args;
+  for (const auto& [c, memory] :
+       {std::pair{&replayed, &memories[0]}, std::pair{&called, &memories[1]}}) {
+    for (Buffer& b : c->buffers) memory->keep(std::as_writable_bytes(std::span(b.bytes)));
+    const AppendTensors rows = memory->at(c->rows);
+    args.push_back(appending(memory->at(c->attention), rows));
+  }
+  const Options options{.mask = causal(), .hadamard = true};
+  forward(args[0], options, stream.run());  // compiles
+  stream.synchronize();
+  const Graph graph(stream, [&] { forward(args[0], options, stream.run()); });
+  std::vector<uint8_t> before;
+  for (int turn = 0; turn < 4; ++turn) {
+    for (CodedCall* c : {&replayed, &called}) {
+      std::mt19937_64 random(turn);
+      for (const Tensor& t : {c->rows.k_new, c->rows.v_new, c->rows.k_cache_mean, c->attention.q,
+                              c->rows.cos, c->rows.sin}) {
+        randomize(t, random);
+      }
+      write(c->rows.cache_seqlens, std::vector<double>{5.0 * turn, 190.0 - 60 * turn});
+    }
+    for (const EngineMemory& memory : memories) memory.send();
+    graph.launch(stream);
+    forward(args[1], options, stream.run());
+    stream.synchronize();
+    for (EngineMemory& memory : memories) memory.bring_back();
+    for (size_t i = 0; i < replayed.buffers.size(); ++i)
+      EXPECT_EQ(replayed.buffers[i].bytes, called.buffers[i].bytes) << i;
+    EXPECT_NE(called.buffers[0].bytes, before);
+    before = called.buffers[0].bytes;
   }
 }
 
