@@ -85,8 +85,8 @@ ELSEWHERE = {
     "jax": {"rng_state", "threads", "engine", "algorithm", "out", "stream", *EXPRESSIONS},
 }
 # What scales codes, which are tensors of neither: caches of codes are Quantized, which bring their scales.
-DESCALES = {"q_descale", "k_descale", "v_descale", "k_zero_point", "v_zero_point"}
-CACHE_DESCALES = {f"{x}_cache_{what}" for x in "kv" for what in ("descale", "zero_point")}
+DESCALES = {"q_descale", "k_descale", "v_descale", "k_zero_point", "v_zero_point", "k_mean"}
+CACHE_DESCALES = {f"{x}_cache_{what}" for x in "kv" for what in ("descale", "zero_point")} | {"k_cache_mean"}
 
 
 @pytest.mark.parametrize("name", ["attention", "append", "append_attention"])
