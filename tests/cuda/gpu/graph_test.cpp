@@ -504,6 +504,61 @@ TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
   }
 }
 
+// And so with the tensors that expressions index, by whose values tiles are skipped in both passes.
+TEST_F(Graphs, TensorsOfExpressionsChangeBetweenReplays) {
+  using namespace symbols;  // NOLINT(google-build-using-namespace)
+  constexpr int64_t kTokens = 700;
+  const TensorSymbol doc("doc", DType::kI32, 2);
+  const Dense ids(DType::kI32, {2, kTokens});
+  std::vector<double> of(2 * kTokens);
+  const auto begin_documents = [&](int64_t turn) {
+    for (int64_t i = 0; i < 2 * kTokens; ++i)
+      of[i] = static_cast<double>(turn == 2 ? i * 7 % 5 : (i % kTokens + 50 * turn) / 150);
+    write(ids.tensor(), of);
+  };
+  begin_documents(0);
+  for (const bool deterministic : {false, true}) {
+    const Stream stream;
+    Workload w({.dtype = DType::kBF16,
+                .batch = 2,
+                .sq = kTokens,
+                .sk = kTokens,
+                .hq = 4,
+                .hk = 2,
+                .d = 64,
+                .dv = 64},
+               1);
+    w.options.deterministic = deterministic;
+    w.options.mask_mod = doc(b, q) == doc(b, k);
+    w.mask_value = [&](const ScorePlace& p) {
+      return of[p.b * kTokens + p.q] == of[p.b * kTokens + p.k];
+    };
+    w.forward.tensors = w.backward.tensors = {{"doc", ids.tensor()}};
+    EngineMemory memory("cuda");
+    const ForwardTensors forward = memory.at(w.forward);
+    const BackwardTensors backward = memory.at(w.backward);
+    const Plan forward_plan = fulgur::plan(forward, w.options);
+    const Plan backward_plan = fulgur::plan(backward, w.options);
+    const Graph graph(stream, [&] {
+      forward_plan.run(forward, stream.run());
+      backward_plan.run(backward, stream.run());
+    });
+    for (int64_t turn = 0; turn < 4; ++turn) {
+      SCOPED_TRACE(turn);
+      begin_documents(turn);
+      w.seal();
+      memory.send();
+      cuda::synchronize();
+      graph.launch(stream);
+      stream.synchronize();
+      memory.bring_back();
+      const Expected e = expect(w);
+      EXPECT_TRUE(forward_is_right(w, e));
+      EXPECT_TRUE(backward_is_right(w, e));
+    }
+  }
+}
+
 // And so with groups of sequences that share prefixes, which replays divide anew.
 TEST_F(Graphs, SharedPrefixesChangeBetweenReplays) {
   const Stream stream;
