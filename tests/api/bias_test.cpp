@@ -159,9 +159,10 @@ TEST_P(DenseBias, PoisonInHiddenKeys) {
 
 // NaN and +inf in a bias spoil their row and no other.
 TEST_P(DenseBias, WhatIsNoNumberSpoilsItsRow) {
-  for (const double x : {kNan, kInf}) {
+  for (const auto& [x, kind] : {std::pair{kNan, Bias::kAll}, std::pair{kInf, Bias::kAll},
+                                std::pair{kNan, Bias::kHeads}, std::pair{kInf, Bias::kHeads}}) {
     Case c{.dtype = precise(), .batch = 1, .sq = 40, .sk = 90, .hq = 2, .hk = 2, .d = 16};
-    c.bias = Bias::kAll;
+    c.bias = kind;  // of f32, and of what q is
     Workload w(c, 6);
     w.options.engine = engine();
     std::vector<double> bias = read(w.forward.bias);

@@ -53,10 +53,11 @@ struct Tile {
     kTransformed = 2,
     kDropped = 4,
     kBiased = 8,
-    kMasked = 16  ///< by bits of a bool mask
-  };              // but kPlain all take registers
+    kMasked = 16,   ///< by bits of a bool mask
+    kBiased16 = 32  ///< by a bias of 16 bits
+  };                // but kPlain all take registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
-  int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
+  int scores;  ///< kDropped: transformed or not; kBiased, kBiased16: that, dropped or not
   /// Of e4m3 alone, whose K leaves room for more keys, or where P V is, too.
   enum Codes { kAnyElements, kCodes, kCodesInPV };
   Codes codes = kAnyElements;
@@ -70,11 +71,11 @@ constexpr Tile kTiles[] = {
     {32, 64, 64, 4, 64, kUndropped},
     {64, 96, 96, 3, 96, kUndropped | Tile::kMasked},
     {96, 128, 128, 3, 80, kUndropped | Tile::kMasked},
-    {64, 128, 128, 3, 64, kAny},
+    {64, 128, 128, 3, 64, kAny | Tile::kBiased16},
     {32, 128, 128, 1, 128, kAny},
-    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kMasked},
+    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kBiased16 | Tile::kMasked},
     {128, 192, 192, 2, 80, kAny | Tile::kMasked},
-    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kMasked},
+    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kBiased16 | Tile::kMasked},
     {192, 256, 256, 2, 80, kUndropped, Tile::kCodes},
     {96, 128, 128, 3, 96, kUndropped, Tile::kCodesInPV},
     {128, 256, 256, 2, 96, kUndropped, Tile::kCodesInPV},
@@ -369,7 +370,9 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
   const int64_t dim = std::max(p.d, p.dv);
   const bool biased =
       !bits && (p.has(Arg::kBias) || (p.expressions.given() && (dim <= 64 || dim > 128)));
-  const int scores = (bits ? Tile::kMasked : 0) | (biased            ? Tile::kBiased
+  const bool held = biased && p.has(Arg::kBias) && size_of(p.bias.dtype) == 2;
+  const int scores = (bits ? Tile::kMasked : 0) | (held              ? Tile::kBiased16
+                                                   : biased          ? Tile::kBiased
                                                    : p.dropout_p > 0 ? Tile::kDropped
                                                    : transforms(p)   ? Tile::kTransformed
                                                                      : Tile::kPlain);

@@ -20,17 +20,29 @@ __device__ __forceinline__ u32 bias_address(u32 tile, u32 row, u32 column) {
 
 __device__ __forceinline__ float bias_of_byte(u32 byte) { return byte & 0xff ? 0 : -infinity(); }
 
+// A bias of 16 bits of 16 columns from `column` on: words of pairs, of a strip's scores 8i to 8i + 7.
+__device__ __forceinline__ void load_bias_words(u32 tile, int column, u32* words) {
+  const u32 lane = threadIdx.x % 32;
+  constexpr int kPanelColumns = kPanelRowBytes / 2;
+  // Of a thread all addresses of a panel follow from the first.
+  const u32 first = bias_address<64>(tile, warp_row() + lane % 16, lane / 16 * 8);
+  load_shared_matrices((first + column / kPanelColumns * bias_panel_bytes(kBiasRows, 64)) ^ column % kPanelColumns * 2,
+                       words);
+}
+__device__ __forceinline__ void unpack_bias(const u32* words, float (&bias)[8]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    bias[2 * i] = BiasType::low(words[i]);
+    bias[2 * i + 1] = BiasType::high(words[i]);
+  }
+}
+
 // Of 16 columns from `column` on, which a strip's scores 8i to 8i + 7 have.
 __device__ __forceinline__ void load_bias_of_strip(u32 tile, int column, float (&bias)[8]) {
-  const u32 lane = threadIdx.x % 32;
   if constexpr (bias_bytes(kBias) == 2) {
     u32 x[4];
-    load_shared_matrices(bias_address<64>(tile, warp_row() + lane % 16, column + lane / 16 * 8), x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      bias[2 * i] = BiasType::low(x[i]);
-      bias[2 * i + 1] = BiasType::high(x[i]);
-    }
+    load_bias_words(tile, column, x);
+    unpack_bias(x, bias);
   } else {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {

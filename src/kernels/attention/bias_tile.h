@@ -14,6 +14,9 @@ FULGUR_SHARED int bias_panels(int bias, int keys) {
   return (keys * bias_bytes(bias) + kPanelRowBytes - 1) / kPanelRowBytes;
 }
 
+// Whether the Hopper forward kernel holds the words of a tile in registers while S is multiplied: wider tiles leave none.
+FULGUR_SHARED bool holds_bias(int bias, int keys) { return bias_bytes(bias) == 2 && keys <= 64; }
+
 }  // namespace fulgur::kernels
 
 #ifdef __CUDACC__

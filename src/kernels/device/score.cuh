@@ -158,20 +158,22 @@ __device__ __forceinline__ float score_factor(const CallParams& p) {
   return kScoreMode == 0 ? p.scale_log2 : kScoreMod ? 1.4426950408889634f : 1.f;
 }
 
-// s + bias, whose derivative by s is 1, in the units of s.
+// s + bias, whose derivative by s is 1, in the units of s. `hides`: a bias that hides makes -inf of any s; otherwise
+// -inf, a number that is as good as that for exponents, or NaN.
+template <bool hides = true>
 __device__ __forceinline__ float biased_score(const CallParams& p, float s, float bias) {
   if (kBias == 1 + kBool) return bias == 0 ? s : bias;
   const float sum = __fmaf_rn(bias, kScoreMode == 0 ? p.bias_factor : kScoreMod ? 1.f : 1.4426950408889634f, s);
-  return bias < float(kHidingBias) ? -infinity() : sum;
+  return hides && bias < float(kHidingBias) ? -infinity() : sum;
 }
 
 // What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
 // which exponents take. 1: a score in units of log2, with score_mod in its own. `masks`: mask_mod hides; otherwise the
-// caller does, where it may.
-template <bool masks = true, class Params>
+// caller does, where it may. `bias_hides`: so does the bias, as in biased_score.
+template <bool masks = true, bool bias_hides = true, class Params>
 __device__ __forceinline__ float score(const Params& p, const ScoreContext& at, float s, float bias) {
   if (kScoreMode != 0) s = modified_score(p, at, s);
-  if (kBias) s = biased_score(p, s, bias);
+  if (kBias) s = biased_score<bias_hides>(p, s, bias);
   return masks && mask_mod_hides(p, at) ? -infinity() : s;
 }
 

@@ -135,10 +135,37 @@ __device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p
     if (int(warp_row() + thread_row()) + i / 2 % 2 * 8 >= valid) bias[i] = kBias == 1 + kBool ? -infinity() : 0;
 }
 
+// The words of the bias of a tile, kHoldsBias.
+using BiasWords = u32[max_of(kBiasWords, 1)];
+__device__ __forceinline__ void hold_bias(BiasWords& words, u32 tile) {
+#pragma unroll
+  for (int i = 0; i < kBiasWords; i += 4) load_bias_words(tile, 4 * i, words + i);
+}
+
+// The numbers in words from `first` on.
+__device__ __forceinline__ void held_bias(const ForwardParams& p, const KeyWalk& walk, u32 view, const BiasWords& words,
+                                          int first, float (&bias)[8]) {
+  unpack_bias(words + first, bias);
+  if constexpr (kBiasRows != 0 && (kPacked || kSeqUsedQ)) clear_bias_after_sequence(p, walk, view, bias);
+}
+
+// -inf for the scores that they hide.
+__device__ __forceinline__ void hide_by_bias(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
+                                             const KeyWalk& walk, const BiasWords& words) {
+#pragma unroll
+  for (int i = 0; i < kBiasWords; i += 4) {
+    float bias[8];
+    held_bias(p, walk, view, words, i, bias);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      if (bias[j] < float(kHidingBias)) S[2 * i + j] = -infinity();
+  }
+}
+
 // Scores of the products of a strip at `view` from the key of this thread's first column on. `bias`: the tile of a
-// dense bias.
+// dense bias, or `words` of it.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
-                                                 const KeyWalk& walk, int key, u32 bias) {
+                                                 const KeyWalk& walk, int key, u32 bias, const BiasWords& words) {
   if constexpr (kMapsTiles && kScoreMode == 0 && kBiasTile == 0) return;
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
@@ -152,12 +179,13 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 8) {  // 16 keys
     float of_keys[8] = {};
-    if constexpr (kBiasTile != 0) load_bias_of_strip(bias, 2 * i, of_keys);
-    if constexpr (kBiasTile != 0 && kBiasRows != 0 && (kPacked || kSeqUsedQ))
+    if constexpr (kHoldsBias) held_bias(p, walk, view, words, i / 2, of_keys);
+    else if constexpr (kBiasTile != 0) load_bias_of_strip(bias, 2 * i, of_keys);
+    if constexpr (kBiasTile != 0 && !kHoldsBias && kBiasRows != 0 && (kPacked || kSeqUsedQ))
       clear_bias_after_sequence(p, walk, view, of_keys);
 #pragma unroll
     for (int j = i; j < i + 8; ++j)
-      S[j] = score<!kMapsTiles>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
+      S[j] = score<!kMapsTiles, !kHoldsBias>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
   }
 }
 
@@ -279,15 +307,20 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
     u32 P[kPWords];
+    BiasWords bias_words;
+    const auto bias_tile = [&] { return keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes; };
+    const auto hide_what_bias_hides = [&] {
+      hold_bias(bias_words, bias_tile());
+      hide_by_bias(p, S, view, walk, bias_words);
+    };
     const auto adjust_scores = [&](bool rightmost) {
       const int key = walk.tile * kBlockKeys + int(thread_column());
       if (kHasCodes && (kScoreMode != 0 || scale.first != 1)) {
 #pragma unroll
         for (float& s : S) s *= scale.first;
       }
-      transform_scores(p, S, view, walk, key,
-                       keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes);
-      if (kBiasTile) keys.release_loaded(leader);
+      transform_scores(p, S, view, walk, key, bias_tile(), bias_words);
+      if (kBiasTile && !kHoldsBias) keys.release_loaded(leader);
       if constexpr (kMaskBits) return;  // the caller hides
       const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
       if (masked) hide_keys<true>(S, visible, key);
@@ -345,6 +378,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
       take_tile(walk);
+      if constexpr (kHoldsBias) hold_bias(bias_words, bias_tile());
       wgmma_fence();
       issue_scores(S, q, k_operand());
       if (kOThroughQ) release_q();
@@ -354,8 +388,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       register_fence(S);
       if (!kBiasTile) keys.release(leader);
       adjust_scores(true);
+      if constexpr (kHoldsBias) hide_by_bias(p, S, view, walk, bias_words);
       hide(next);
       softmax_step<true>(S, P, O, rows, scale.then);
+      if constexpr (kHoldsBias) keys.release_loaded(leader);
       if (kDropout) kept.drop(P);
 
       if constexpr (kPInTurns) {
@@ -393,6 +429,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         if constexpr (!kPairs) values.wait_full();
         take_tile(walk);
+        // Before the products, which take all that shared memory gives.
+        if constexpr (kHoldsBias) hold_bias(bias_words, bias_tile());
         register_fence(O);
         wgmma_fence();
         issue_scores(S, q, k_operand());
@@ -422,6 +460,20 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           };
           if (walk.full_end) finish_tile(true);
           else finish_tile(false);
+        } else if constexpr (kHoldsBias) {
+          // Scores and the first exponentials while O += P V is multiplied. What the bias hides is -inf, or such that P
+          // is 0, or no number, which is looked for with a new maximum.
+          decide_dropout();
+          wgmma_wait<1>();
+          register_fence(S);
+          adjust_scores(false);
+          wgmma_wait<0>();
+          register_fence(S);
+          register_fence(O);
+          release_values();
+          softmax_step<false>(S, P, O, rows, scale.then, hide_what_bias_hides);
+          keys.release_loaded(leader);
+          if (kDropout) kept.drop(P);
         } else {
           decide_dropout();
           if constexpr (!kPairs) {
