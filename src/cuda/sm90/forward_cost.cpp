@@ -17,7 +17,7 @@ constexpr double kSoftmaxAlone = 7;        // the same, one warpgroup
 constexpr double kTransformScores = 5;     // the same with softcap, ALiBi or dropout
 constexpr double kTransformOfThree = 5.6;  // the same by three warpgroups, no dropout, no map
 constexpr double kBytesScores = 6.5;       // the same with a bool mask of bytes
-constexpr double kHeldScores = 6.9;        // the same with a bias of 16 bits, three warpgroups
+constexpr double kHeldScores = 6.9;        // the same with a bias held in registers
 constexpr double kBitsFactor = 1.13;       // of the time of a plain call, with a bool mask of bits
 constexpr double kCopyBytes = 43;          // from L2 a cycle
 constexpr double kReadShare = 0.8687;      // of what the memory gives
@@ -45,8 +45,7 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double product = 2 * scores * dims / kTensorFlops;
   const bool is_bool = plan.bias == 1 + kernels::kBool && !plan.score_mod && !plan.mask_mod;
   const bool of_bytes = is_bool && !plan.mask_bits;
-  const bool held = plan.consumers == 3 && kernels::holds_bias(plan.bias_tile(), plan.block_keys) &&
-                    !plan.transforms_scores && !plan.dropout && !plan.score_mod && !plan.mask_mod;
+  const bool held = kernels::holds_bias(plan.bias_tile(), plan.consumers);
   const bool slow =
       plan.transforms_scores || plan.dropout || (plan.scores_hide() && !is_bool && !held);
   const bool codes = plan.centers_v() && !slow;

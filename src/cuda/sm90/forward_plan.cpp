@@ -53,11 +53,11 @@ struct Tile {
     kTransformed = 2,
     kDropped = 4,
     kBiased = 8,
-    kMasked = 16,   ///< by bits of a bool mask
-    kBiased16 = 32  ///< by a bias of 16 bits
-  };                // but kPlain all take registers
+    kMasked = 16,  ///< by bits of a bool mask
+    kHeld = 32     ///< a bias of 16 bits, in registers: holds_bias()
+  };               // but kPlain all take registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
-  int scores;  ///< kDropped: transformed or not; kBiased, kBiased16: that, dropped or not
+  int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
   /// Of e4m3 alone, whose K leaves room for more keys, or where P V is, too.
   enum Codes { kAnyElements, kCodes, kCodesInPV };
   Codes codes = kAnyElements;
@@ -71,11 +71,11 @@ constexpr Tile kTiles[] = {
     {32, 64, 64, 4, 64, kUndropped},
     {64, 96, 96, 3, 96, kUndropped | Tile::kMasked},
     {96, 128, 128, 3, 80, kUndropped | Tile::kMasked},
-    {64, 128, 128, 3, 64, kAny | Tile::kBiased16},
+    {64, 128, 128, 3, 64, kAny | Tile::kHeld},
     {32, 128, 128, 1, 128, kAny},
-    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kBiased16 | Tile::kMasked},
+    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kMasked},
     {128, 192, 192, 2, 80, kAny | Tile::kMasked},
-    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kBiased16 | Tile::kMasked},
+    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kMasked},
     {192, 256, 256, 2, 80, kUndropped, Tile::kCodes},
     {96, 128, 128, 3, 96, kUndropped, Tile::kCodesInPV},
     {128, 256, 256, 2, 96, kUndropped, Tile::kCodesInPV},
@@ -229,8 +229,10 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   plan.grid = std::min(at_once, blocks);
   // Parts of a block would depend on how many blocks there are, that is on the batch; and the
-  // lengths of packed sequences are not known here. Over pages the widest heads leave no registers.
-  const bool no_registers = plan.page > 0 && plan.value_dim > kMaxCutPagesDim;
+  // lengths of packed sequences are not known here. Over pages the widest heads leave no registers,
+  // nor does a bias that is held.
+  const bool no_registers = (plan.page > 0 && plan.value_dim > kMaxCutPagesDim) ||
+                            kernels::holds_bias(plan.bias_tile(), plan.consumers);
   if (!p.invariant && !plan.packed && !no_registers) {
     ForwardPlan cut = plan;
     const double cycles = alike(cost) ? cut_last_blocks(cut, cost, at_once, best)
@@ -252,6 +254,15 @@ double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   ForwardPlan other = plan;
   other.work.heads = card.sms;
   return schedule(other, one, card);
+}
+
+/// Whether three warpgroups hold the bias in registers: one of 16 bits, in a call without what
+/// takes some from them or from the producer.
+bool holds_bias(const Problem& p) {
+  const bool bias = p.has(Arg::kBias) && size_of(p.bias.dtype) == 2;
+  const bool plain = p.alike() && p.origin == Origin{} && !(left_binds(p) && right_binds(p)) &&
+                     p.dropout_p == 0 && !p.expressions.given() && !transforms(p);
+  return bias && plain && size_of(p.dtypes.v) == 2;
 }
 
 /// Why it does not compute keys in such pages; empty when it does.
@@ -370,15 +381,14 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
   const int64_t dim = std::max(p.d, p.dv);
   const bool biased =
       !bits && (p.has(Arg::kBias) || (p.expressions.given() && (dim <= 64 || dim > 128)));
-  const bool held = biased && p.has(Arg::kBias) && size_of(p.bias.dtype) == 2;
-  const int scores = (bits ? Tile::kMasked : 0) | (held              ? Tile::kBiased16
-                                                   : biased          ? Tile::kBiased
+  const int scores = (bits ? Tile::kMasked : 0) | (biased            ? Tile::kBiased
                                                    : p.dropout_p > 0 ? Tile::kDropped
                                                    : transforms(p)   ? Tile::kTransformed
                                                                      : Tile::kPlain);
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
-    if (!fits || (tile.scores & scores) != scores) continue;
+    const bool holds = (tile.scores & Tile::kHeld) != 0 && holds_bias(p);
+    if (!fits || (!holds && (tile.scores & scores) != scores)) continue;
     if (tile.codes == Tile::kCodes && !codes) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;
     Fitting<ForwardPlan> t{common(p, bits), 0, {}};

@@ -23,11 +23,7 @@ __device__ __forceinline__ float bias_of_byte(u32 byte) { return byte & 0xff ? 0
 // A bias of 16 bits of 16 columns from `column` on: words of pairs, of a strip's scores 8i to 8i + 7.
 __device__ __forceinline__ void load_bias_words(u32 tile, int column, u32* words) {
   const u32 lane = threadIdx.x % 32;
-  constexpr int kPanelColumns = kPanelRowBytes / 2;
-  // Of a thread all addresses of a panel follow from the first.
-  const u32 first = bias_address<64>(tile, warp_row() + lane % 16, lane / 16 * 8);
-  load_shared_matrices((first + column / kPanelColumns * bias_panel_bytes(kBiasRows, 64)) ^ column % kPanelColumns * 2,
-                       words);
+  load_shared_matrices(bias_address<64>(tile, warp_row() + lane % 16, column + lane / 16 * 8), words);
 }
 __device__ __forceinline__ void unpack_bias(const u32* words, float (&bias)[8]) {
 #pragma unroll

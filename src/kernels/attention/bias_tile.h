@@ -14,8 +14,8 @@ FULGUR_SHARED int bias_panels(int bias, int keys) {
   return (keys * bias_bytes(bias) + kPanelRowBytes - 1) / kPanelRowBytes;
 }
 
-// Whether the Hopper forward kernel holds the words of a tile in registers while S is multiplied: wider tiles leave none.
-FULGUR_SHARED bool holds_bias(int bias, int keys) { return bias_bytes(bias) == 2 && keys <= 64; }
+// Whether warpgroups of the Hopper forward kernel hold the words of a tile in registers: three do.
+FULGUR_SHARED bool holds_bias(int bias, int consumers) { return bias_bytes(bias) == 2 && consumers == 3; }
 
 }  // namespace fulgur::kernels
 

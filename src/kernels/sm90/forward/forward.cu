@@ -142,20 +142,12 @@ __device__ __forceinline__ void hold_bias(BiasWords& words, u32 tile) {
   for (int i = 0; i < kBiasWords; i += 4) load_bias_words(tile, 4 * i, words + i);
 }
 
-// The numbers in words from `first` on.
-__device__ __forceinline__ void held_bias(const ForwardParams& p, const KeyWalk& walk, u32 view, const BiasWords& words,
-                                          int first, float (&bias)[8]) {
-  unpack_bias(words + first, bias);
-  if constexpr (kBiasRows != 0 && (kPacked || kSeqUsedQ)) clear_bias_after_sequence(p, walk, view, bias);
-}
-
-// -inf for the scores that they hide.
-__device__ __forceinline__ void hide_by_bias(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
-                                             const KeyWalk& walk, const BiasWords& words) {
+// -inf for the scores that it hides.
+__device__ __forceinline__ void hide_by_bias(float (&S)[kBlockKeys / 2], const BiasWords& words) {
 #pragma unroll
   for (int i = 0; i < kBiasWords; i += 4) {
     float bias[8];
-    held_bias(p, walk, view, words, i, bias);
+    unpack_bias(words + i, bias);
 #pragma unroll
     for (int j = 0; j < 8; ++j)
       if (bias[j] < float(kHidingBias)) S[2 * i + j] = -infinity();
@@ -179,9 +171,9 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 8) {  // 16 keys
     float of_keys[8] = {};
-    if constexpr (kHoldsBias) held_bias(p, walk, view, words, i / 2, of_keys);
+    if constexpr (kHoldsBias) unpack_bias(words + i / 2, of_keys);
     else if constexpr (kBiasTile != 0) load_bias_of_strip(bias, 2 * i, of_keys);
-    if constexpr (kBiasTile != 0 && !kHoldsBias && kBiasRows != 0 && (kPacked || kSeqUsedQ))
+    if constexpr (kBiasTile != 0 && kBiasRows != 0 && (kPacked || kSeqUsedQ))
       clear_bias_after_sequence(p, walk, view, of_keys);
 #pragma unroll
     for (int j = i; j < i + 8; ++j)
@@ -311,7 +303,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const auto bias_tile = [&] { return keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes; };
     const auto hide_what_bias_hides = [&] {
       hold_bias(bias_words, bias_tile());
-      hide_by_bias(p, S, view, walk, bias_words);
+      hide_by_bias(S, bias_words);
     };
     const auto adjust_scores = [&](bool rightmost) {
       const int key = walk.tile * kBlockKeys + int(thread_column());
@@ -388,7 +380,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       register_fence(S);
       if (!kBiasTile) keys.release(leader);
       adjust_scores(true);
-      if constexpr (kHoldsBias) hide_by_bias(p, S, view, walk, bias_words);
+      if constexpr (kHoldsBias) hide_by_bias(S, bias_words);
       hide(next);
       softmax_step<true>(S, P, O, rows, scale.then);
       if constexpr (kHoldsBias) keys.release_loaded(leader);
@@ -463,7 +455,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         } else if constexpr (kHoldsBias) {
           // Scores and the first exponentials while O += P V is multiplied. What the bias hides is -inf, or such that P
           // is 0, or no number, which is looked for with a new maximum.
-          decide_dropout();
           wgmma_wait<1>();
           register_fence(S);
           adjust_scores(false);
@@ -473,7 +464,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           release_values();
           softmax_step<false>(S, P, O, rows, scale.then, hide_what_bias_hides);
           keys.release_loaded(leader);
-          if (kDropout) kept.drop(P);
         } else {
           decide_dropout();
           if constexpr (!kPairs) {

@@ -24,11 +24,13 @@ enum : int {
   kPInTurns = kCentersV && kValueDim > 128 && kScoreMode == 0,
   kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
   kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
-  kHoldsBias = holds_bias(kBiasTile, kBlockKeys),
+  kHoldsBias = holds_bias(kBiasTile, kConsumers),
   kBiasWords = kHoldsBias ? kBlockKeys / 4 : 0,  // of a thread
   kMaskWords = kMaskBits ? (kBlockKeys + kMaskWordColumns - 1) / kMaskWordColumns : 0,  // of a thread, of a key tile
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };
+
+static_assert(!kHoldsBias || !(kPacked || kSeqUsedQ || kDropout));
 
 enum NamedBarrier : u32 { kBarrierConsumer = 1 };  // one per consumer warpgroup

@@ -26,6 +26,7 @@
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
 //   kBias           1 + the element type of a dense bias; 0: there is none
 //   kBiasRows       1: each query has a row of it; 0: all have the same
+//                   three consumers hold a bias of 16 bits in registers: not packed, no kSeqUsedQ, no kDropout
 //   kMaskBits       1: it is a bool mask that comes as bits (attention/mask_bits.cuh), with a map of its tiles
 //   kHasSinks       1: sinks[head] joins the softmax of a row (attention/sinks.cuh)
 //   kPacked         1: packed variable length, cu_seqlens_q
