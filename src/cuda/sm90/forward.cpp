@@ -24,7 +24,7 @@ KernelUse main_kernel(const ForwardPlan& plan) {
 KernelUse values_kernel(const ForwardPlan& plan) {
   return {{"sm90/forward/values.cu", kernel_config(plan)},
           "fulgur_forward_values",
-          kernels::values_shared_bytes(kernels::stretch_keys(plan.block_keys), plan.block_keys)};
+          kernels::kValuesThreads / 32 * kernels::kValuesWarpBytes};
 }
 
 }  // namespace
@@ -78,7 +78,7 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
   if (!plan_.centers_v()) return;
   values_kernel_ = gpu.kernel(values_kernel(plan_)).function;
   params_.values = centered_values(p, plan_);
-  values_shared_bytes_ = kernels::values_shared_bytes(static_cast<int>(p.sk), plan_.block_keys);
+  values_warps_ = kernels::values_warps(static_cast<int>(p.sk), plan_.block_keys);
   // A CTA for 32 columns of a stretch.
   const int columns = static_cast<int>(p.batch * p.hk) * plan_.value_dim;
   values_grid_ = p.sk > 0 ? columns / 32 * params_.values.stretches : 0;
@@ -118,8 +118,8 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
   ForwardParams params = arguments(args, run, workspace);
   map_.launch(stream, workspace + at_.map, params, params.expression);
   if (values_grid_ > 0) {
-    cuda::launch(stream, values_kernel_, &params, {values_grid_}, kernels::kValuesThreads,
-                 values_shared_bytes_, "launching the kernel that centres V");
+    cuda::launch(stream, values_kernel_, &params, {values_grid_}, 32 * values_warps_,
+                 values_warps_ * kernels::kValuesWarpBytes, "launching the kernel that centres V");
   }
   // Q, K and the first scores come while V is prepared.
   const bool prepares_v = values_grid_ > 0 || plan_.widens_v;

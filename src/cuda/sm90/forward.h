@@ -28,7 +28,7 @@ class ForwardExecutable final : public ForwardPassExecutable {
   ForwardWorkspace at_;
   TileMap map_;
   CUfunction kernel_ = nullptr, values_kernel_ = nullptr;
-  int values_grid_ = 0, values_shared_bytes_ = 0;
+  int values_grid_ = 0, values_warps_ = 0;
   ForwardParams params_{};  ///< what every run has in common
 };
 

@@ -48,12 +48,11 @@ struct ForwardLayout {
 // Keys of a stretch, of which V has a mean of its own (sm90/forward/values.cuh): about 1536, in whole tiles.
 FULGUR_SHARED int stretch_keys(int block_keys) { return 1536 / block_keys * block_keys; }
 
-// CTAs of sm90/forward/values.cu keep 32 columns of a stretch: of a step 32 keys of 32 bytes, and as many more, so that
-// words of four steps lie in different banks; and before them a warp's sums of columns, twice.
-enum : int { kValuesThreads = 256, kValuesStepBytes = 33 * 32, kValuesSumsBytes = kValuesThreads / 32 * 32 * 4 };
-FULGUR_SHARED int values_shared_bytes(int keys, int block_keys) {
-  const int tiles = (min_of(keys, stretch_keys(block_keys)) + block_keys - 1) / block_keys;
-  return 2 * kValuesSumsBytes + tiles * block_keys / 32 * kValuesStepBytes;
+// Warps of sm90/forward/values.cu have 128 keys of 32 columns each: shared memory for their image, and for two sums of
+// each column.
+enum : int { kValuesThreads = 384, kValuesWarpKeys = 128, kValuesWarpBytes = kValuesWarpKeys * 32 + 2 * 32 * 4 };
+FULGUR_SHARED int values_warps(int keys, int block_keys) {
+  return (min_of(keys, stretch_keys(block_keys)) + kValuesWarpKeys - 1) / kValuesWarpKeys;
 }
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
