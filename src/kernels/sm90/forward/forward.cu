@@ -486,10 +486,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       wgmma_fence();
       issue_values(O, P, v_operand());
       if (!kOThroughQ) leave_q();
+      float mean[kValueDim / 4];  // of V in the leftmost stretch, kCentersV
+      if constexpr (kCentersV) load_means(p, head.kv_head, walk.last / kStretchTiles, mean);
       wgmma_wait<0>();
       register_fence(O);
       release_values();
-      if (kCentersV) add_means(p, head.kv_head, O, rows, walk.last / kStretchTiles, last_stretch);
+      if constexpr (kCentersV)
+        add_means(p, head.kv_head, mean, O, rows, walk.last / kStretchTiles, last_stretch);
     } else if (kOThroughQ) {
       release_q();
     } else {

@@ -32,7 +32,8 @@ __device__ __forceinline__ u32 head_address(u32 smem, u32 stage) {
 __device__ __forceinline__ HeadOfCodes head_of_codes(const ForwardParams& p, int batch, int head) {
   const int kv_head = head / p.group;
   const ProductScale scale = product_scale(p, batch, kv_head);
-  return {scale.first, scale.then, value_descale(p, batch, kv_head), batch * (p.hq / p.group) + kv_head};
+  const float values = value_descale(p, batch, kv_head) * (kCentersV ? 2 : 1);  // whose products add up to half of O
+  return {scale.first, scale.then, values, batch * (p.hq / p.group) + kv_head};
 }
 
 // The keys of a q tile. The division by the heads of a group is made once for all of its tiles: it takes longer than

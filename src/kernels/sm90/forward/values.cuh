@@ -54,28 +54,26 @@ __device__ __forceinline__ void load_means(const ForwardParams& p, int kv_head, 
   }
 }
 
-// O of W becomes O of V, and the sums, of this thread's columns of stretch `first` alone, those of rows. The row has
-// left the stretches after it, up to `last`.
-__device__ __forceinline__ void add_means(const ForwardParams& p, int kv_head, float (&O)[kValueDim / 2], Rows& rows,
-                                          int first, int last) {
+// O of W becomes half of O of V, and the sums, of this thread's columns of stretch `first` alone, those of rows. The
+// row has left the stretches after it, up to `last`. `mean`: of `first`.
+__device__ __forceinline__ void add_means(const ForwardParams& p, int kv_head, float (&mean)[kValueDim / 4],
+                                          float (&O)[kValueDim / 2], Rows& rows, int first, int last) {
   __syncwarp();
   float weight[2] = {quad_sum(rows.sum[0]), quad_sum(rows.sum[1])};
   float sum[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < kValueDim / 2; ++i) O[i] *= 2;
 #pragma unroll 1
-  for (int stretch = first;; ++stretch) {
-    float mean[kValueDim / 4];
-    load_means(p, kv_head, stretch, mean);
-#pragma unroll
-    for (int i = 0; i < kValueDim / 2; ++i) O[i] += weight[i / 2 % 2] * mean[i / 4 * 2 + i % 2];
+  for (int stretch = first;;) {
     sum[0] += weight[0];
     sum[1] += weight[1];
-    if (stretch == last) break;
+    const float half[2] = {0.5f * weight[0], 0.5f * weight[1]};
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const RowSum left = sums_of_row(p, half)[stretch + 1];
-      weight[half] = left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[half] - left.shift);
+    for (int i = 0; i < kValueDim / 2; ++i) O[i] += half[i / 2 % 2] * mean[i / 4 * 2 + i % 2];
+    if (stretch == last) break;
+    load_means(p, kv_head, ++stretch, mean);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const RowSum left = sums_of_row(p, i)[stretch];
+      weight[i] = left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[i] - left.shift);
     }
   }
   rows.sum[0] = sum[0];
