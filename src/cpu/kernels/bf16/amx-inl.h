@@ -126,6 +126,7 @@ template <class Tiles, int kParts>
 class TileProducts {
  public:
   using Session = typename Tiles::Session;
+  static constexpr bool kAtOnce = false;  // products may be put off
 
   /// At once. Nothing may be put off.
   HWY_INLINE void multiply(const Product& p) {
@@ -289,6 +290,10 @@ class Census {
     smallest_ = _mm512_min_epu16(smallest_, _mm512_sub_epi16(size, _mm512_set1_epi16(1)));
   }
   bool finite() const { return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(0x7f80)) == 0; }
+  /// Whether all are below 2^40 in size, so that sums of products of two are far from overflow.
+  bool moderate() const {
+    return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(0x5380)) == 0;
+  }
   /// They take denormal numbers for 0.
   bool denormal() const { return _mm512_cmplt_epu16_mask(smallest_, _mm512_set1_epi16(0x7f)) != 0; }
 

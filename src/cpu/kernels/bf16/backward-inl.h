@@ -32,7 +32,6 @@ struct TileBackwardScratch {
   uint16_t* dS_rows;           // [kBc / 32][kParts][16][kTilePanelRows][2]: B, summed over keys
   float *rows, *key;           // [kTileRows][ldk or ldv], [ldk]
   float *bias, *dBias;  // [kBc][kTilePanelRows]; dBias: dS before the slope (the same without)
-  float* dbias_rows;    // [kTilePanelRows][kBc]
 
   TileBackwardScratch(const Problem& p, Arena& arena)
       : ldk(blocks_of(p.d) * kTileRows), ldv(blocks_of(p.dv) * kTileRows) {
@@ -58,9 +57,8 @@ struct TileBackwardScratch {
     rows = arena.take(kTileRows * std::max(ldk, ldv));
     key = arena.take(ldk);
     bias = take_bias_tile(p, arena);
-    const bool wants_dbias = p.has(Arg::kDbias);
-    dBias = wants_dbias && has_score_slope(p) ? arena.take(kBc * kTilePanelRows) : dS;
-    dbias_rows = wants_dbias ? arena.take(kBc * kTilePanelRows) : nullptr;
+    const bool before_slope = p.has(Arg::kDbias) && has_score_slope(p);
+    dBias = before_slope ? arena.take(kBc * kTilePanelRows) : dS;
   }
 };
 
@@ -82,6 +80,7 @@ struct TilePanel {
   KeyTiles tiles;  // that it has yet to visit
   int64_t row;     // its first
   bool finite;     // Q and dO
+  bool moderate;   // these, LSE and D: no P of a key that a bias hides would not be 0
   HWY_ALIGN float lse2[kTilePanelRows], D[kTilePanelRows];
 };
 
@@ -110,10 +109,24 @@ HWY_INLINE void plain_gradient(V32 product, V32 factor, V32 lse, V32 dP, V32 D, 
   *ds = hn::Mul(*p, hn::Sub(dP, D));
 }
 
-/// These of a tile that every row sees all of. dP is in s.dS. n is even.
-template <int kParts>
+/// What full_gradients() adds to the scores besides nothing and a bias of keys: one of rows and
+/// keys, in memory.
+struct TileBias {
+  const float* tile;  // [kBc][kTilePanelRows]
+  float factor;
+
+  HWY_INLINE V32 add(V32 score, int, int64_t jj, int64_t v) const {
+    const F32 f;
+    const V32 bias = hn::Load(f, tile + jj * kTilePanelRows + v * kLanes);
+    return hn::MulAdd(bias, hn::Set(f, factor), score);
+  }
+};
+
+/// These of a tile that every row sees all of, or all but what its bias hides. dP is in s.dS, where
+/// dS stays if kKept. n is even.
+template <bool kKept, int kParts, class Bias>
 HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, float factor,
-                               const TileBackwardScratch<kParts>& s) {
+                               const TileBackwardScratch<kParts>& s, Bias bias) {
   const F32 f;
   const V32 c = hn::Set(f, factor);
   V32 lse[2], D[2];
@@ -126,8 +139,9 @@ HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, floa
     FULGUR_UNROLL for (int i = 0; i < 2; ++i) {
       FULGUR_UNROLL for (int v = 0; v < 2; ++v) {
         const int64_t at = (jj + i) * kTilePanelRows + v * kLanes;
-        plain_gradient(hn::Load(f, s.P + at), c, lse[v], hn::Load(f, s.dS + at), D[v], &p[i][v],
-                       &ds[i][v]);
+        const V32 score = bias.add(hn::Load(f, s.P + at), i, jj + i, v);
+        plain_gradient(score, c, lse[v], hn::Load(f, s.dS + at), D[v], &p[i][v], &ds[i][v]);
+        if constexpr (kKept) hn::Store(ds[i][v], f, s.dS + at);
       }
     }
     store_gradients(jj, step, p, ds, s);
@@ -174,27 +188,26 @@ HWY_INLINE void plain_masked_gradients(const TilePanel& t, const KeyTile& tile, 
 
 /// The gradients of a tile in f32, masked.
 template <int kParts>
-HWY_INLINE void masked_gradients(const Task& task, const TilePanel& t, const KeyTile& tile,
-                                 bool plain, const TileBackwardScratch<kParts>& s) {
+HWY_INLINE void masked_gradients(const Task& task, const KeyTile& tile, bool plain,
+                                 const TileBackwardScratch<kParts>& s, TilePanel* t) {
   const Problem& p = task.problem;
   const auto add_to_bias = [&] {
-    if (p.has(Arg::kDbias))
-      add_bias_gradient(task.given.dbias, s.dbias_rows, t.panel, tile, s.dBias);
+    if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, t->panel, tile, s.dBias);
   };
   if (plain) {
-    plain_masked_gradients(t, tile, query_factor(p), s);
+    plain_masked_gradients(*t, tile, query_factor(p), s);
     return add_to_bias();
   }
   const int64_t n = tile.n, width = kTilePanelRows;
   scale_scores(n, width, query_factor(p), s.P);
-  score_rule(p, t.panel, tile, s.P, width, s.slope);
-  probabilities(t.panel, tile, s.P, t.lse2);
+  score_rule(p, tile, s.P, width, s.slope, &t->panel);
+  probabilities(t->panel, tile, s.P, t->lse2);
   if (p.dropout_p > 0) {
     std::copy_n(s.P, n * width, s.Pz);
-    drop(task.given.dropout, static_cast<float>(1 / (1 - p.dropout_p)), t.panel, tile, width, s.Pz,
+    drop(task.given.dropout, static_cast<float>(1 / (1 - p.dropout_p)), t->panel, tile, width, s.Pz,
          s.dS);
   }
-  score_gradient(t.panel, tile, s.P, t.D, s.slope, s.dS, s.dBias);
+  score_gradient(t->panel, tile, s.P, t->D, s.slope, s.dS, s.dBias);
   add_to_bias();
 }
 
@@ -227,13 +240,13 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
 /// load_bias(), which asks for that of the next tile, too, and for what this one adds to.
 HWY_INLINE bool take_bias(const Task& task, const KeyTile& tile, float* to, Panel* panel) {
   const BiasSums& sums = task.given.dbias;
-  const bool sees = load_bias(task, tile, false, to, panel);
-  for (int half = 0; half < 2; ++half) {
+  if (!load_bias(task, tile, false, to, panel)) return false;
+  for (int64_t part = 0; part < kAsked; ++part) {
     ask_for_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->bias_count(),
-                 tile.j + kBc, half);
-    ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, half);
+                 tile.j + kBc, part);
+    ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, part);
   }
-  return sees;
+  return true;
 }
 
 /// What a panel, the `step`th of its group, needs of Q, dO, LSE and D.
@@ -253,6 +266,7 @@ HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t s
   pack_pairs<kParts>(q, step, kGroup, s.Q_rows, &census, [] {});
   pack_pairs<kParts>(dout, step, kGroup, s.dO_rows, &census, [] {});
   t->finite = census.finite();
+  t->moderate = census.moderate();
   constexpr float kInf = std::numeric_limits<float>::infinity();
   for (int64_t r = 0; r < kTilePanelRows; ++r) {
     const float lse =
@@ -264,6 +278,7 @@ HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t s
                  : std::isnan(lse) ? std::numeric_limits<float>::quiet_NaN()
                                    : lse * kLog2e;
     t->D[r] = r < count ? D[row + r] : 0;
+    t->moderate &= t->lse2[r] > -kModerate && std::abs(t->D[r]) < kModerate;
   }
 }
 
@@ -283,16 +298,19 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
     return Operand{data + step * kParts * kTileSize, 64, kGroup * kParts * kTileSize, kTileSize};
   };
 
-  Census census, unused;
+  Census census, values, unused;
   pack_rows<kParts>(key_rows(task, args.k, p.k, p.d, key_begin, keys), round_up(keys, kTileDepth),
                     s.K, &census);
   pack_rows<kParts>(key_rows(task, args.v, p.v, p.dv, key_begin, keys), round_up(keys, kTileDepth),
-                    s.V, &unused);
+                    s.V, &values);
   for (int64_t key = 0; key < keys; key += kBc) {
     const int64_t n = std::min(kBc, keys - key);
     pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n, 0, steps_of(n),
                             s.Kt + kParts * key * s.ldk, &unused);
   }
+  // See TileForward::adds_bias().
+  const bool may_add =
+      plain && query_factor(p) < kMostFactor && census.moderate() && values.moderate();
   std::fill_n(s.dK, round_up(keys, kTileDepth) * s.ldk, 0.0f);
   std::fill_n(s.dV, round_up(keys, kTileDepth) * s.ldv, 0.0f);
 
@@ -350,6 +368,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         }
         t.tiles.next();
         tile.partial |= t.panel.count < kTilePanelRows;
+        const bool adds = may_add && t.moderate && !tile.partial && n == kBc;
         if (p.has(Arg::kBias) && !take_bias(task, tile, s.bias, &t.panel)) {
           add_group(i);
           continue;
@@ -376,14 +395,27 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
              kTilePanelRows,
              {n, t.panel.count, p.dv}});
         products.flush();
-        if (plain) {
-          add_bias(p, t.panel, tile, static_cast<float>(1 / p.scale), s.P, kTilePanelRows);
+        const auto bias_factor = static_cast<float>(1 / p.scale);
+        const bool lies = adds && t.panel.bias_rows != nullptr;
+        const bool of_keys = adds && t.panel.bias != nullptr && t.panel.bias_step == 0;
+        if (plain && !lies && !of_keys) {
+          add_bias(p, tile, bias_factor, s.P, kTilePanelRows, &t.panel);
         }
-        const bool full = !t.panel.mask.hides(tile) && n == padded && !p.has(Arg::kDbias);
-        if (plain && full) {
-          full_gradients(t, n, i, query_factor(p), s);
+        const auto full = [&](const auto& bias) HWY_ATTR {
+          if (!p.has(Arg::kDbias)) return full_gradients<false>(t, n, i, query_factor(p), s, bias);
+          full_gradients<true>(t, n, i, query_factor(p), s, bias);
+          add_bias_gradient(task.given.dbias, t.panel, tile, s.dBias);
+        };
+        if (lies) {
+          load_numbers(p.bias.dtype, {task.given.bias.data, p.bias, t.panel, tile.j},
+                       kTilePanelRows / kLanes, s.bias);
+          full(TileBias{s.bias, bias_factor});
+        } else if (of_keys) {
+          full(KeyBias<1>{t.panel.bias, bias_factor});
+        } else if (plain && !t.panel.mask.hides(tile) && n == padded) {
+          full(NoBias<1>());
         } else {
-          masked_gradients(task, t, tile, plain, s);
+          masked_gradients(task, tile, plain, s, &t);
           if (t.panel.mask.hides(tile) && !(t.finite && census.finite())) {
             add_visible_gradients(task, args, t, tile, s, key_begin, dqt);
             add_group(i);

@@ -170,7 +170,7 @@ class TileDecode {
       for (const TileDecodeHeads& some : heads_) add_scores(K, some, ahead);
       products_.flush();
       session_.shape(std::min(rows_, kTileRows), kTileRows);
-      for (const TileDecodeHeads& some : heads_) add_values(V, tile, some, ahead);
+      for (TileDecodeHeads& some : heads_) add_values(V, tile, some, ahead);
       products_.flush();
       K = next_K;
       V = next_V;
@@ -209,9 +209,9 @@ class TileDecode {
   }
 
   /// P and O = diag(alpha) O + P V.
-  void add_values(const TileKeys& V, const KeyTile& tile, const TileDecodeHeads& some,
+  void add_values(const TileKeys& V, const KeyTile& tile, TileDecodeHeads& some,
                   TilesAhead& ahead) {
-    const DecodeRows& rows = some.rows;
+    DecodeRows& rows = some.rows;
     const int64_t steps = steps_of(tile.n), ldo = blocks_of(p_.dv) * kTileRows;
     scale_scores(tile.n, rows.width, query_factor(p_), rows.S);
     ahead.ask(some.count * lines_);

@@ -32,6 +32,8 @@ struct Avx512Bf16 {
 template <class Dot>
 class DotProducts {
  public:
+  static constexpr bool kAtOnce = true;
+
   struct Session {
     Session() {}  // so that one is no unused variable
   };

@@ -161,12 +161,61 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
   }
 }
 
+/// Scores up to this size are far from those of keys that a bias hides, and from overflow: those of
+/// operands of moderate size (Census), with a factor of the softmax below this.
+constexpr float kModerate = 0x1p100f, kMostFactor = 0x1p10f;
+
+/// What tile_probabilities() adds to the scores of a key tile, once it has loaded what that takes
+/// for kKeys keys from jj on and all vectors, or for one of them, v: nothing,
+template <int kTurns>
+struct NoBias {
+  static constexpr int kKeys = 2 * kTurns;
+  static constexpr bool kByVectors = false;
+
+  HWY_INLINE void load(int64_t, int64_t) {}
+  /// Of the k-th key of these, which is key jj, and vector v.
+  HWY_INLINE V32 add(V32 score, int /*k*/, int64_t /*jj*/, int64_t /*v*/) const { return score; }
+};
+/// or `factor` times a bias of keys, in memory,
+template <int kTurns>
+struct KeyBias {
+  static constexpr int kKeys = 2 * kTurns;
+  static constexpr bool kByVectors = false;
+  const float* keys;
+  float factor;
+
+  HWY_INLINE void load(int64_t, int64_t) {}
+  HWY_INLINE V32 add(V32 score, int, int64_t jj, int64_t) const {
+    const F32 f;
+    return hn::MulAdd(hn::Set(f, keys[jj]), hn::Set(f, factor), score);
+  }
+};
+/// or of rows and keys, from where it lies, by lines, which stay in registers.
+template <DType kDType>
+struct RowBias {
+  static constexpr int kKeys = kLineKeys<kDType>;
+  static constexpr bool kByVectors = true;
+  const BiasRows rows;
+  const float factor;
+  V32 words[kLanes];
+
+  HWY_INLINE RowBias(const BiasRows& rows, float factor) : rows(rows), factor(factor) {}
+  HWY_INLINE void load(int64_t jj, int64_t v) { load_line<kDType>(rows, v, jj, words); }
+  HWY_INLINE V32 add(V32 score, int k, int64_t, int64_t) const {
+    constexpr int kEach = kPerWord<kDType>;
+    return hn::MulAdd(number_of<kDType>(words[k / kEach], k % kEach), hn::Set(F32(), factor),
+                      score);
+  }
+};
+
 /// P = 2^(factor S - m) of a key tile, packed for tiles or not, and its sums; needs Flushing. A
 /// step of the products is made with each kTurns pairs of keys.
-template <int kParts, int kVectors, int kTurns, class To, class Products>
+template <int kParts, int kVectors, int kTurns, class To, class Products, class Bias>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
-                                   V32 (&sum)[kVectors], Products& products) {
+                                   V32 (&sum)[kVectors], Products& products, Bias bias) {
+  constexpr int kTogether = Bias::kByVectors ? 1 : kVectors, kRounds = kVectors / kTogether;
+  constexpr int kPairs = Bias::kKeys / 2, kUnrolled = std::min(kPairs, 16);
   constexpr int64_t kWidth = kVectors * kLanes;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
@@ -177,23 +226,37 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
     shift[v] = hn::IfThenZeroElse(hn::Eq(at, none), at);
     total[v] = hn::Zero(f);
   }
-  for (int64_t begin = 0; begin < kBc; begin += 2 * kTurns) {
-    FULGUR_UNROLL for (int turn = 0; turn < kTurns; ++turn) {
-      products.template turn<kTurns>(turn);
-      const int64_t jj = begin + 2 * turn;
-      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-        const float* const at = S + jj * kWidth + v * kLanes;
-        const V32 p0 = exp2_short<true>(hn::MulSub(hn::Load(f, at), c, shift[v]));
-        const V32 p1 = exp2_short<true>(hn::MulSub(hn::Load(f, at + kWidth), c, shift[v]));
-        total[v] = hn::Add(total[v], hn::Add(p0, p1));
-        if constexpr (std::is_same_v<To, float>) {
-          hn::Store(p0, f, P + jj * kWidth + v * kLanes);
-          hn::Store(p1, f, P + (jj + 1) * kWidth + v * kLanes);
-        } else {
-          store_pair_of_b<kParts>(p0, p1, kTileDepth * kWidth,
-                                  P + place_of_pair<kParts>(jj, kWidth) + 2 * v * kLanes);
+  for (int64_t begin = 0; begin < kBc; begin += Bias::kKeys) {
+    for (int64_t v0 = 0; v0 < kVectors; v0 += kTogether) {
+      bias.load(begin, v0);
+      V32 less[kTogether], added[kTogether];
+      FULGUR_UNROLL for (int i = 0; i < kTogether; ++i) {
+        less[i] = shift[v0 + i];
+        added[i] = total[v0 + i];
+      }
+      FULGUR_UNROLL for (int part = 0; part < kPairs; part += kUnrolled) {
+        FULGUR_UNROLL for (int pair = part; pair < part + kUnrolled; ++pair) {
+          if (pair % kRounds == 0) products.template turn<kTurns>(pair / kRounds % kTurns);
+          const int64_t jj = begin + 2 * pair;
+          FULGUR_UNROLL for (int i = 0; i < kTogether; ++i) {
+            const int64_t lane = (v0 + i) * kLanes;
+            const float* const at = S + jj * kWidth + lane;
+            const V32 s0 = bias.add(hn::Load(f, at), 2 * pair, jj, v0 + i);
+            const V32 s1 = bias.add(hn::Load(f, at + kWidth), 2 * pair + 1, jj + 1, v0 + i);
+            const V32 p0 = exp2_short<true>(hn::MulSub(s0, c, less[i]));
+            const V32 p1 = exp2_short<true>(hn::MulSub(s1, c, less[i]));
+            added[i] = hn::Add(added[i], hn::Add(p0, p1));
+            if constexpr (std::is_same_v<To, float>) {
+              hn::Store(p0, f, P + jj * kWidth + lane);
+              hn::Store(p1, f, P + (jj + 1) * kWidth + lane);
+            } else {
+              store_pair_of_b<kParts>(p0, p1, kTileDepth * kWidth,
+                                      P + place_of_pair<kParts>(jj, kWidth) + 2 * lane);
+            }
+          }
         }
       }
+      FULGUR_UNROLL for (int i = 0; i < kTogether; ++i) total[v0 + i] = added[i];
     }
   }
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) sum[v] = total[v];
@@ -299,18 +362,21 @@ class TileForward {
         args_(args),
         plain_(plain_scores(p_)),
         factor_(plain_ ? query_factor(p_) : 1),
+        bias_factor_(static_cast<float>(1 / p_.scale)),
         arena_(scratch),
         s_(p_, arena_) {
     for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count_) {
       Panel& panel = panels_[count_];
       make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
       tiles_[count_] = panel.mask.tiles({0, task.s.sk});
-      Census unused;
+      Census census;
       pack_columns<kParts>(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
-                           s_.Q[count_], &unused);
+                           s_.Q[count_], &census);
+      moderate_[count_] = census.moderate();
       std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
       std::fill_n(s_.l[count_], panel.width(), 0.0f);
       fresh_[count_] = true;
+      steady_[count_] = false;
       begun_[count_] = false;
     }
     std::fill_n(alpha_, kTilePanelRows, 1.0f);
@@ -342,7 +408,8 @@ class TileForward {
   struct Visit {
     int64_t i, place;
     KeyTile tile;
-    // Of the tile: those of the panel, and what hides keys.
+    // Of the tile: memory for its bias, those of the panel, and what hides keys.
+    float* memory = nullptr;
     const float *bias = nullptr, *hiding = nullptr;
     int64_t bias_step = 0;
     const void* bias_rows = nullptr;
@@ -376,22 +443,28 @@ class TileForward {
     return {i, 0, KeyTile()};
   }
 
-  /// Loads the bias of a tile while that of the visit before is in use; whether some row sees some
+  /// Finds the bias of a tile while that of the visit before is in use; whether some row sees some
   /// key in spite of it.
   bool take_bias(Visit* at) {
     Panel& panel = panels_[at->i];
-    float* const bias = s_.bias[spare_bias_];
-    if (!load_bias(task_, at->tile, false, bias, &panel)) return false;
+    at->memory = s_.bias[spare_bias_];
+    if (!load_bias(task_, at->tile, false, at->memory, &panel)) return false;
     spare_bias_ = 1 - spare_bias_;
     at->bias = panel.bias;
     at->bias_step = panel.bias_step;
     at->bias_rows = panel.bias_rows;
-    at->hiding = panel.mask.hides() ? bias : nullptr;
-    for (int half = 0; half < 2; ++half) {
-      ask_for_bias(task_.given.bias.data, p_.bias, panel.bias_row, panel.bias_count(),
-                   at->tile.j + kBc, half);
-    }
+    at->hiding = panel.mask.hides() ? at->memory : nullptr;
     return true;
+  }
+
+  /// Whether the bias of a visit is added while the exponentials are made. It may hide keys then:
+  /// no score or maximum is so large that its P would not be 0.
+  bool adds_bias(const Visit& at) const {
+    const bool can = at.bias_rows != nullptr || (at.bias != nullptr && at.bias_step == 0);
+    return can && plain_ && panels_[at.i].vectors == 2 && p_.dropout_p == 0 &&
+           factor_ < kMostFactor && !at.tile.partial && at.tile.n == kBc && steady_[at.i] &&
+           moderate_[at.i] && keys_[at.place].moderate() && values_[at.place].finite() &&
+           !values_[at.place].denormal();
   }
 
   /// All panels over their tiles up to key `end`. While P of a tile is made from its scores, those
@@ -445,10 +518,9 @@ class TileForward {
     const int64_t at = (tile.j - chunk_) / kBc;
     if (packed_[at]) return at;
     packed_[at] = true;
-    Census unused;
-    values_[at] = Census();
+    keys_[at] = values_[at] = Census();
     pack_rows<kParts>(key_rows(task_, args_.k, p_.k, p_.d, tile.j, tile.n), tile.n, s_.K[at],
-                      &unused);
+                      &keys_[at]);
     pack_transposed<kParts>(key_rows(task_, args_.v, p_.v, p_.dv, tile.j, tile.n), tile.n,
                             at * kTileSteps, kChunkSteps, s_.Vt, &values_[at]);
     return at;
@@ -499,37 +571,57 @@ class TileForward {
   void probabilities(const Visit& at, float* S, Packed* before, Packed* now) {
     const int64_t i = at.i, width = kVectors * kLanes;
     const KeyTile& tile = at.tile;
-    panels_[i].bias = at.bias;
-    panels_[i].bias_step = at.bias_step;
-    panels_[i].bias_rows = at.bias_rows;
-    panels_[i].mask.hide(at.hiding, tile.j, at.bias_step);
-    const bool biased = at.bias != nullptr || at.bias_rows != nullptr;
-    if (!plain_ || biased || tile.partial || tile.n < kBc) finish_scores(i, tile, S);
-    const bool by_tiles = tiles_add(values_[at.place], panels_[i], tile);
+    const bool adds = adds_bias(at);
+    if (!adds) finish_scores(at, S);
+    const bool by_tiles = adds || tiles_add(values_[at.place], panels_[i], tile);
     const bool packed = by_tiles && p_.dropout_p == 0;
     uint16_t* P = now->P + kParts * (now->end - now->begin) * kTileDepth * width;
     const int64_t steps = products_.left();
     if (fresh_[i]) start_maximum<kVectors>(i, S);
     V32 sum[kVectors];
     const float* const m = s_.m[i];
-    const auto exponentials = [&]() HWY_ATTR {
-      if (!packed) {
-        tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_);
-      } else if (kVectors == 2 && steps <= kBc / 8) {
-        tile_probabilities<kParts, kVectors, 4>(factor_, S, m, P, sum, products_);
-      } else if (kVectors == 2) {
-        tile_probabilities<kParts, kVectors, 2>(factor_, S, m, P, sum, products_);
+    // Calls make(turns) with the turns of the steps that are left, as a constant.
+    const auto by_steps = [&](const auto& make) HWY_ATTR {
+      if constexpr (kVectors == 1) {
+        make(std::integral_constant<int, 1>());
+      } else if constexpr (Products::kAtOnce) {
+        make(std::integral_constant<int, 4>());
+      } else if (kParts == kPartsOfBF16 && steps <= kBc / 8) {
+        make(std::integral_constant<int, 4>());
       } else {
-        tile_probabilities<kParts, kVectors, 1>(factor_, S, m, P, sum, products_);
+        make(std::integral_constant<int, 2>());
       }
     };
-    exponentials();
+    const auto of_scores = [&]() HWY_ATTR {
+      if (!packed) {
+        return tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_,
+                                                       NoBias<1>());
+      }
+      by_steps([&](auto turns) HWY_ATTR {
+        tile_probabilities<kParts, kVectors, turns>(factor_, S, m, P, sum, products_,
+                                                    NoBias<turns>());
+      });
+    };
+    if (!adds) {
+      of_scores();
+    } else if constexpr (kVectors == 2) {
+      by_steps([&](auto turns) HWY_ATTR {
+        if (at.bias_rows == nullptr) {
+          tile_probabilities<kParts, 2, turns>(factor_, S, m, P, sum, products_,
+                                               KeyBias<turns>{at.bias, bias_factor_});
+        } else {
+          const BiasRows rows(at.bias_rows, p_.bias, panels_[i], tile.j);
+          add_row_bias<turns>(rows, S, m, P, sum);
+        }
+      });
+    }
     products_.finish();
     if (outgrown<kVectors>(sum)) {
+      if (adds) finish_scores(at, S);
       add_now(before, now);
       P = now->P;
       raise_maximum<kVectors>(i, S, sum);
-      exponentials();
+      of_scores();
     }
     const F32 f;
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
@@ -566,16 +658,35 @@ class TileForward {
     std::fill_n(s_.Ot[i], blocks_of(p_.dv) * kTileRows * panels_[i].width(), 0.0f);
   }
 
-  /// Turns products into scores.
-  void finish_scores(int64_t i, const KeyTile& tile, float* S) {
+  /// tile_probabilities() with a bias of rows and keys.
+  template <int kTurns>
+  HWY_INLINE void add_row_bias(const BiasRows& rows, const float* S, const float* m, uint16_t* P,
+                               V32 (&sum)[2]) {
+    with_bias_dtype(p_.bias.dtype, [&](auto dtype) HWY_ATTR {
+      tile_probabilities<kParts, 2, kTurns>(factor_, S, m, P, sum, products_,
+                                            RowBias<decltype(dtype)::value>(rows, bias_factor_));
+    });
+  }
+
+  /// Turns the products of a visit into scores, its bias among them.
+  void finish_scores(const Visit& at, float* S) {
+    Panel& panel = panels_[at.i];
+    const KeyTile& tile = at.tile;
+    panel.bias = at.bias;
+    panel.bias_step = at.bias_step;
+    panel.bias_rows = at.bias_rows;
+    panel.mask.hide(at.hiding, tile.j, at.bias_step);
+    panel.bias_memory = at.memory;
+    const bool biased = panel.bias != nullptr || panel.bias_rows != nullptr;
+    const int64_t width = panel.width(), n = tile.n;
+    if (plain_ && !biased && !tile.partial && n == kBc) return;
     const Flushing off(false);  // large softcaps make small numbers of scores
-    const int64_t width = panels_[i].width(), n = tile.n;
     if (plain_) {
-      add_bias(p_, panels_[i], tile, static_cast<float>(1 / p_.scale), S, width);
-      hide_scores(panels_[i].mask, panels_[i].vectors, tile, S, width);
+      add_bias(p_, tile, bias_factor_, S, width, &panel);
+      hide_scores(panel.mask, panel.vectors, tile, S, width);
     } else {
       scale_scores(n, width, query_factor(p_), S);
-      score_rule(p_, panels_[i], tile, S, width, nullptr);
+      score_rule(p_, tile, S, width, nullptr, &panel);
     }
     std::fill(S + n * width, S + kBc * width, -std::numeric_limits<float>::infinity());
   }
@@ -588,13 +699,20 @@ class TileForward {
     V32 highest[kVectors];
     maxima<kVectors>(factor_, S, highest);
     fresh_[i] = false;
+    steady_[i] = true;
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
       float* const m = s_.m[i] + v * kLanes;
       const V32 old = hn::Load(f, m);
       const V32 now = hn::IfThenElse(hn::Eq(old, none), highest[v], old);
       hn::Store(now, f, m);
       fresh_[i] |= !hn::AllFalse(f, hn::Eq(now, none));
+      steady_[i] &= is_moderate(now);
     }
+  }
+
+  static HWY_INLINE bool is_moderate(V32 m) {
+    const F32 f;
+    return hn::AllTrue(f, hn::Lt(hn::Abs(m), hn::Set(f, kModerate)));
   }
 
   template <int kVectors>
@@ -615,6 +733,7 @@ class TileForward {
     const Flushing off(false);  // what V has below 2^-126 stays
     V32 highest[kVectors];
     maxima<kVectors>(factor_, S, highest);
+    steady_[i] = true;
     FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
       float *const m = s_.m[i] + v * kLanes, *const l = s_.l[i] + v * kLanes;
       const V32 old = hn::Load(f, m);
@@ -623,6 +742,7 @@ class TileForward {
       const V32 rescale = exp2_short(hn::Sub(old, highest[v]));
       const V32 alpha = hn::IfThenElse(above, rescale, hn::Set(f, 1.0f));
       hn::Store(now, f, m);
+      steady_[i] &= is_moderate(now);
       hn::Store(hn::Mul(hn::Load(f, l), alpha), f, l);
       hn::Store(alpha, f, alpha_ + v * kLanes);
     }
@@ -642,7 +762,8 @@ class TileForward {
   const Problem& p_;
   const ForwardArgs& args_;
   const bool plain_;
-  const float factor_;  // of the softmax
+  const float factor_;       // of the softmax
+  const float bias_factor_;  // of a bias that is added to products
   Arena arena_;
   const TileForwardScratch<kParts> s_;
   const typename Products::Session session_;
@@ -650,12 +771,14 @@ class TileForward {
   Panel panels_[kTilePanels];
   KeyTiles tiles_[kTilePanels];  // that each panel has yet to visit
   bool fresh_[kTilePanels];      // some row has seen no key yet
+  bool steady_[kTilePanels];     // each row has a maximum of moderate size
+  bool moderate_[kTilePanels];   // Q is
   bool begun_[kTilePanels];      // O holds something
   int64_t count_ = 0;
   int64_t spare_bias_ = 0;                 // of s_.bias
   int64_t chunk_ = 0;                      // its first key
   bool packed_[kChunk];                    // its tiles
-  Census values_[kChunk];                  // of V
+  Census keys_[kChunk], values_[kChunk];   // of K and V
   HWY_ALIGN float alpha_[kTilePanelRows];  // 1 while no row is rescaled
 };
 

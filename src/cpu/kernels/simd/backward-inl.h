@@ -20,7 +20,6 @@ struct BackwardScratch {
   float *Q, *dO;               // [kPanelRows][ldk or ldv]
   float *Qt, *dOt;             // [d or dv][width]
   float *P, *Pz, *dS, *slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
-  float* rows;                 // [kPanelRows][kBc], for dbias
   float* dBias;                // [kBc][width]: dS before the slope of the scores (the same without)
   float* bias;                 // [kBc][width]
 
@@ -35,7 +34,6 @@ struct BackwardScratch {
     P = arena.take(kBc * kPanelRows);
     dS = arena.take(kBc * kPanelRows);
     Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
-    rows = p.has(Arg::kDbias) ? arena.take(kBc * kPanelRows) : nullptr;
     slope = has_score_slope(p) ? arena.take(kBc * kPanelRows) : nullptr;
     const bool before_slope = p.has(Arg::kDbias) || p.expressions.wants_gradients();
     dBias = has_score_slope(p) && before_slope ? arena.take(kBc * kPanelRows) : dS;
@@ -223,9 +221,11 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &panel)) continue;
       const auto ask = [&](int half) HWY_ATTR {  // for the next tile, and what this one adds to
         const BiasSums& sums = task.given.dbias;
-        ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(), tile.j + kBc,
-                     half);
-        ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, half);
+        for (int64_t part = half * kAsked / 2; part < (half + 1) * kAsked / 2; ++part) {
+          ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(),
+                       tile.j + kBc, part);
+          ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, part);
+        }
       };
       ask(0);
       const int64_t n = tile.n, key = tile.j - key_begin;
@@ -242,7 +242,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
         drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
       }
       score_gradient(panel, tile, s.P, d_row, s.slope, s.dS, s.dBias);
-      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, s.rows, panel, tile, s.dBias);
+      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, panel, tile, s.dBias);
       expressions.add_gradients(panel, tile, s.dBias);
       if (panel.mask.hides(tile) && !finite) {
         accumulate_visible_gradients(p, panel, tile, s, key_begin, dq_panel);

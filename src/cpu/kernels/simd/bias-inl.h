@@ -8,12 +8,19 @@
 #endif
 
 #include <optional>
+#include <type_traits>
 
 #include "cpu/kernels/simd/panel-inl.h"
 #include "kernels/host_device/score.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
+
+/// Bytes of an element of a bias.
+template <DType kDType>
+constexpr int64_t kBiasBytes = kDType == DType::kF32    ? 4
+                               : kDType == DType::kBool ? 1
+                                                        : 2;
 
 /// kSquare keys of a row, as floats. Of bools 0 where true and -inf where false.
 template <DType kDType>
@@ -34,7 +41,7 @@ HWY_INLINE hn::Vec<Square> load_bias_keys(const void* from) {
 /// the lanes after them.
 template <DType kDType>
 HWY_INLINE hn::Vec<Square> gather_bias_keys(const char* from, int64_t stride, int64_t n) {
-  constexpr int64_t kSize = kDType == DType::kF32 ? 4 : kDType == DType::kBool ? 1 : 2;
+  constexpr int64_t kSize = kBiasBytes<kDType>;
   alignas(64) char keys[kSquare * kSize];
   for (int64_t i = 0; i < kSquare; ++i) {
     std::memcpy(keys + i * kSize, from + std::min(i, n - 1) * stride, kSize);
@@ -44,31 +51,35 @@ HWY_INLINE hn::Vec<Square> gather_bias_keys(const char* from, int64_t stride, in
 
 /// Rows of a bias, one a lane of a panel: where their keys lie, from key j on.
 struct BiasRows {
-  const char* at[kPanelRows];
-  int64_t stride;  // bytes from a key to the next
+  const char* from = nullptr;     // key j of a row that began with the tensor
+  const int64_t* rows = nullptr;  // where each row begins, in elements
+  int64_t stride = 0;             // bytes from a key to the next
 
-  BiasRows(const void* data, const Problem::Bias& layout, const Panel& panel, int64_t j) {
-    const int64_t size = size_of(layout.dtype);
-    stride = layout.key * size;
-    const char* const keys = static_cast<const char*>(data) + j * stride;
-    for (int64_t lane = 0; lane < panel.width(); ++lane) {
-      at[lane] = keys + panel.bias_row[std::min(lane, panel.count - 1)] * size;
-    }
+  BiasRows() = default;
+  BiasRows(const void* data, const Problem::Bias& layout, const Panel& panel, int64_t j)
+      : from(static_cast<const char*>(data) + j * layout.key * size_of(layout.dtype)),
+        rows(panel.bias_row),
+        stride(layout.key * size_of(layout.dtype)) {}
+  template <DType kDType>
+  const char* at(int64_t lane) const {
+    return from + rows[lane] * kBiasBytes<kDType>;
   }
   /// Whether the keys of each row lie side by side.
   bool dense(DType dtype) const { return stride == size_of(dtype); }
 };
 
-/// Asks for a half of the keys from j on of a bias, or its gradient, whose rows lie at `rows`,
-/// while products are computed: more reads than are in flight at a time would keep them waiting.
+/// Asks for the keys of a tile from j on of some rows of a bias, or its gradient, while products
+/// are computed. More reads than are in flight at a time keep others waiting, so that few are asked
+/// for at once: part `part` of kAsked.
+constexpr int64_t kAsked = 8;
 HWY_INLINE void ask_for_bias(const void* data, const Problem::Bias& at, const int64_t* rows,
-                             int64_t count, int64_t j, int half) {
+                             int64_t count, int64_t j, int64_t part) {
   if (at.key != 1) return;
   const int64_t size = size_of(at.dtype), bytes = kBc * size;
   const char* const from = static_cast<const char*>(data) + j * size;
-  for (int64_t lane = 0; lane < count; ++lane) {
+  for (int64_t lane = count * part / kAsked; lane < count * (part + 1) / kAsked; ++lane) {
     const char* const row = from + rows[lane] * size;
-    for (int64_t byte = half * 64; byte < bytes; byte += 128) __builtin_prefetch(row + byte, 0, 2);
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
   }
 }
 
@@ -110,57 +121,101 @@ class BiasCensus {
   hn::Vec<U> any_, every_, largest_;
 };
 
-/// Four words, 16 bytes, of each of the rows of a vector, `offset` bytes after at[lane]: word i of
-/// them in x[i], one row a lane.
-HWY_INLINE void load_words(const char* const* at, int64_t offset, V32 (&x)[4]) {
+/// As many words of 32 bits as a vector has lanes, of each of as many rows, row r at at(r): word i
+/// of them in x[i], one row a lane. Each line of memory is read at once: rows a power of two apart
+/// keep each other out of the L1 cache.
+template <class At>
+HWY_INLINE void load_words(const At& at, V32 (&x)[kLanes]) {
   const F32 f;
-  const hn::CappedTag<float, 4> block;
   const hn::Repartition<double, F32> pairs;
-  const auto words = [&](int lane) HWY_ATTR {
-    return hn::LoadU(block, reinterpret_cast<const float*>(at[lane] + offset));
-  };
-  // Rows i, i + 4, .. in the blocks of x[i]: then no word has to change its block.
-  FULGUR_UNROLL for (int i = 0; i < 4; ++i) {
+  const auto word = [&](int row, int i)
+                        HWY_ATTR { return reinterpret_cast<const float*>(at(row)) + i; };
+  // Rows whose words meet in the end already share vectors, in other blocks: these are loads.
+  FULGUR_UNROLL for (int i = 0; i < kLanes; ++i) {
 #if HWY_TARGET == HWY_AVX3
-    __m512 blocks = _mm512_castps128_ps512(words(i).raw);
-    blocks = _mm512_insertf32x4(blocks, words(i + 4).raw, 1);
-    blocks = _mm512_insertf32x4(blocks, words(i + 8).raw, 2);
-    x[i] = V32{_mm512_insertf32x4(blocks, words(i + 12).raw, 3)};
+    // Rows r and r + 4, eight words of each: the first of rows 0 to 3 and 8 to 11, then the others.
+    const int row = i / 4 % 2 * 8 + i % 4, first = i / 8 * 8;
+    const __m512 lower = _mm512_castps256_ps512(_mm256_loadu_ps(word(row, first)));
+    x[i] = V32{_mm512_insertf32x8(lower, _mm256_loadu_ps(word(row + 4, first)), 1)};
 #elif HWY_MAX_BYTES == 32
-    x[i] = hn::Combine(f, words(i + 4), words(i));
+    const hn::Half<F32> half;
+    const int row = i % 4, first = i / 4 * 4;
+    x[i] = hn::Combine(f, hn::LoadU(half, word(row + 4, first)), hn::LoadU(half, word(row, first)));
 #else
-    x[i] = words(i);
+    x[i] = hn::LoadU(f, word(i, 0));
 #endif
   }
-  const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(f, x[0], x[1]));
-  const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[0], x[1]));
-  const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(f, x[2], x[3]));
-  const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[2], x[3]));
-  x[0] = hn::BitCast(f, hn::InterleaveLower(pairs, low01, low23));
-  x[1] = hn::BitCast(f, hn::InterleaveUpper(pairs, low01, low23));
-  x[2] = hn::BitCast(f, hn::InterleaveLower(pairs, high01, high23));
-  x[3] = hn::BitCast(f, hn::InterleaveUpper(pairs, high01, high23));
+  FULGUR_UNROLL for (int i = 0; i < kLanes; i += 4) {
+    const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i], x[i + 1]));
+    const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i], x[i + 1]));
+    const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i + 2], x[i + 3]));
+    const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i + 2], x[i + 3]));
+    x[i] = hn::BitCast(f, hn::InterleaveLower(pairs, low01, low23));
+    x[i + 1] = hn::BitCast(f, hn::InterleaveUpper(pairs, low01, low23));
+    x[i + 2] = hn::BitCast(f, hn::InterleaveLower(pairs, high01, high23));
+    x[i + 3] = hn::BitCast(f, hn::InterleaveUpper(pairs, high01, high23));
+  }
+#if HWY_TARGET == HWY_AVX3
+  // Blocks of x[8 h + i]: words 8 h + i and 8 h + i + 4 of rows 0 to 3, then of rows 4 to 7;
+  // x[8 h + i + 4] likewise of rows 8 to 15.
+  FULGUR_UNROLL for (int i = 0; i < kLanes; i += 8) {
+    FULGUR_UNROLL for (int k = i; k < i + 4; ++k) {
+      const __m512 first = x[k].raw, second = x[k + 4].raw;
+      x[k] = V32{_mm512_shuffle_f32x4(first, second, 0x88)};
+      x[k + 4] = V32{_mm512_shuffle_f32x4(first, second, 0xdd)};
+    }
+  }
+#endif
+}
+
+/// Whether the bias of a dtype is loaded by words.
+template <DType kDType>
+constexpr bool kByWords = kDType != DType::kF16 || kHardwareF16;
+
+/// The numbers in a word of 32 bits, and the i-th of each of a vector of them. Of bools 0 where
+/// true and -inf where false.
+template <DType kDType>
+constexpr int64_t kPerWord = 4 / kBiasBytes<kDType>;
+template <DType kDType>
+HWY_INLINE V32 number_of(V32 words, int i) {
+  const F32 f;
+  const U32 u;
+  const auto bits = hn::BitCast(u, words);
+  if constexpr (kDType == DType::kF32) {
+    return words;
+  } else if constexpr (kDType == DType::kBF16) {
+    return hn::BitCast(f, i == 0 ? hn::ShiftLeft<16>(bits) : hn::And(bits, hn::Set(u, 0xffff0000)));
+  } else if constexpr (kDType == DType::kF16) {
+    const auto half = hn::TruncateTo(U16(), i == 0 ? bits : hn::ShiftRight<16>(bits));
+    return hn::PromoteTo(f, hn::BitCast(F16(), half));
+  } else {
+    const auto hidden = hn::Eq(hn::And(bits, hn::Set(u, 0xffu << 8 * i)), hn::Zero(u));
+    return hn::IfThenElseZero(hn::RebindMask(f, hidden),
+                              hn::Set(f, -std::numeric_limits<float>::infinity()));
+  }
+}
+
+/// The keys that a line of kLanes words has of the rows of vector v of a panel, from key jj of a
+/// whole tile on. The rows are dense.
+template <DType kDType>
+constexpr int64_t kLineKeys = kLanes* kPerWord<kDType>;
+template <DType kDType>
+HWY_INLINE void load_line(const BiasRows& rows, int64_t v, int64_t jj, V32 (&words)[kLanes]) {
+  const int64_t first = v * kLanes, byte = jj * kBiasBytes<kDType>;
+  load_words([&](int row) HWY_ATTR { return rows.at<kDType>(first + row) + byte; }, words);
 }
 
 /// Calls body(jj, v, x) for each key of a whole tile and each vector of a panel: x is their bias,
-/// one row a lane. The rows are dense.
+/// one row a lane.
 template <DType kDType, class Body>
 HWY_INLINE void for_numbers(const BiasRows& rows, int64_t vectors, const Body& body) {
-  static_assert(kDType == DType::kF32 || kDType == DType::kBF16);
-  const F32 f;
-  const U32 u;
-  constexpr int kWords = 4, kEach = kDType == DType::kF32 ? 1 : 2;  // numbers in a word
   for (int64_t v = 0; v < vectors; ++v) {
-    for (int64_t jj = 0; jj < kBc; jj += kWords * kEach) {
-      V32 words[kWords];
-      load_words(rows.at + v * kLanes, jj * (4 / kEach), words);
-      FULGUR_UNROLL for (int i = 0; i < kWords; ++i) {
-        if constexpr (kEach == 1) {
-          body(jj + i, v, words[i]);
-        } else {
-          const auto both = hn::BitCast(u, words[i]);
-          body(jj + 2 * i, v, hn::BitCast(f, hn::ShiftLeft<16>(both)));
-          body(jj + 2 * i + 1, v, hn::BitCast(f, hn::And(both, hn::Set(u, 0xffff0000))));
+    for (int64_t jj = 0; jj < kBc; jj += kLineKeys<kDType>) {
+      V32 words[kLanes];
+      load_line<kDType>(rows, v, jj, words);
+      FULGUR_UNROLL for (int i = 0; i < kLanes; ++i) {
+        FULGUR_UNROLL for (int k = 0; k < kPerWord<kDType>; ++k) {
+          body(jj + i * kPerWord<kDType> + k, v, number_of<kDType>(words[i], k));
         }
       }
     }
@@ -173,11 +228,11 @@ template <DType kDType>
 HWY_INLINE BiasOfTile load_bias_tile(const BiasRows& rows, int64_t n, int64_t width,
                                      float* HWY_RESTRICT to) {
   constexpr bool kMayBeFinite = kDType == DType::kF32 || kDType == DType::kBF16;
-  if constexpr (kMayBeFinite) {
+  if constexpr (kByWords<kDType>) {
     if (n == kBc && rows.dense(kDType)) {
       BiasCensus<F32> census;
       for_numbers<kDType>(rows, width / kLanes, [&](int64_t jj, int64_t v, V32 x) HWY_ATTR {
-        x = census.hide(x);
+        if constexpr (kMayBeFinite) x = census.hide(x);
         census.add(x);
         hn::Store(x, F32(), to + jj * width + v * kLanes);
       });
@@ -189,7 +244,7 @@ HWY_INLINE BiasOfTile load_bias_tile(const BiasRows& rows, int64_t n, int64_t wi
   const auto add_square = [&](int64_t lane, int64_t jj, int64_t count, const auto& keys) HWY_ATTR {
     hn::Vec<Square> x[kSquare];
     FULGUR_UNROLL for (int i = 0; i < kSquare; ++i) {
-      x[i] = keys(rows.at[lane + i] + jj * rows.stride);
+      x[i] = keys(rows.at<kDType>(lane + i) + jj * rows.stride);
       if constexpr (kMayBeFinite) x[i] = census.hide(x[i]);
       census.add(x[i]);
     }
@@ -217,65 +272,36 @@ HWY_INLINE BiasOfTile load_bias_tile(const BiasRows& rows, int64_t n, int64_t wi
   return census.result();
 }
 
-/// Likewise of bools, kBc side by side in each row. Most tiles are of true or of false alone, and
-/// then nothing is loaded.
-HWY_INLINE BiasOfTile load_bool_tile(const BiasRows& rows, int64_t width, float* HWY_RESTRICT to) {
-  const hn::CappedTag<uint8_t, kBc> b;
-  auto least = hn::Not(hn::Zero(b)), most = hn::Zero(b);
-  for (int64_t lane = 0; lane < width; ++lane) {
-    for (size_t jj = 0; jj < kBc; jj += hn::Lanes(b)) {
-      const auto seen = hn::LoadU(b, reinterpret_cast<const uint8_t*>(rows.at[lane]) + jj);
-      least = hn::Min(least, seen);
-      most = hn::Max(most, seen);
-    }
-  }
-  const bool hides_some = !hn::AllFalse(b, hn::Eq(least, hn::Zero(b)));
-  const bool hides_all = hn::AllTrue(b, hn::Eq(most, hn::Zero(b)));
-  if (!hides_some || hides_all) return {!hides_some, hides_some, hides_all};
-  return load_bias_tile<DType::kBool>(rows, kBc, width, to);
-}
-
-/// The bits of an element of a bias of floats.
+/// The bits of an element of a bias.
 template <DType kDType>
-using BiasBits = std::conditional_t<kDType == DType::kF32, uint32_t, uint16_t>;
+using BiasBits = std::conditional_t<kDType == DType::kF32, uint32_t,
+                                    std::conditional_t<kDType == DType::kBool, uint8_t, uint16_t>>;
 
-/// What a bias of floats is in a tile that has one number alone, which hides or is 0, as most tiles
-/// of a mask; nothing of other tiles. Ends at the first other number.
+/// What a bias is in a tile that has one number alone, which hides or is 0, as most tiles of a
+/// mask; nothing of other tiles. Ends at the first other number.
 template <DType kDType>
 HWY_INLINE std::optional<BiasOfTile> uniform_tile(const BiasRows& rows, int64_t width) {
   using Bits = BiasBits<kDType>;
+  constexpr bool kBools = kDType == DType::kBool;
   const hn::CappedTag<Bits, kBc> b;
   Bits first;
-  std::memcpy(&first, rows.at[0], sizeof first);
-  const bool hides = load_element(&first, kDType, 0) < kernels::kHidingBias;
-  if (!hides && first != 0) return {};
+  std::memcpy(&first, rows.at<kDType>(0), sizeof first);
+  const bool hides = kBools ? first == 0 : load_element(&first, kDType, 0) < kernels::kHidingBias;
+  if (!kBools && !hides && first != 0) return {};
   const auto one = hn::Set(b, first);
+  const auto is_same = [&](auto x) HWY_ATTR {
+    if (kBools && !hides) return hn::Ne(x, hn::Zero(b));  // every bool that is true
+    return hn::Eq(x, one);
+  };
   for (int64_t lane = 0; lane < width; ++lane) {
-    const auto* const keys = reinterpret_cast<const Bits*>(rows.at[lane]);
-    auto same = hn::Eq(hn::LoadU(b, keys), one);
+    const auto* const keys = reinterpret_cast<const Bits*>(rows.at<kDType>(lane));
+    auto same = is_same(hn::LoadU(b, keys));
     for (size_t jj = hn::Lanes(b); jj < kBc; jj += hn::Lanes(b)) {
-      same = hn::And(same, hn::Eq(hn::LoadU(b, keys + jj), one));
+      same = hn::And(same, is_same(hn::LoadU(b, keys + jj)));
     }
     if (!hn::AllTrue(b, same)) return {};
   }
   return BiasOfTile{!hides, hides, hides};
-}
-
-/// Whether a bias of floats hides no key in a whole tile.
-template <DType kDType>
-HWY_INLINE bool hides_none(const BiasRows& rows, int64_t width) {
-  using Bits = BiasBits<kDType>;
-  const hn::CappedTag<Bits, kBc> b;
-  // As unsigned numbers the bits of what hides are larger than those of what does not, but for
-  // NaNs.
-  static_assert(kernels::kHidingBias == -0x1p115);
-  const auto bound = hn::Set(b, static_cast<Bits>(kDType == DType::kF32 ? 0xf9000000 : 0xf900));
-  auto most = hn::Zero(b);
-  for (int64_t lane = 0; lane < width; ++lane) {
-    const auto* const keys = reinterpret_cast<const Bits*>(rows.at[lane]);
-    for (size_t jj = 0; jj < kBc; jj += hn::Lanes(b)) most = hn::Max(most, hn::LoadU(b, keys + jj));
-  }
-  return hn::AllTrue(b, hn::Eq(hn::Max(most, bound), bound));
 }
 
 /// The bias of n keys that is the same for all rows: to [kBc], -inf where it hides a key.
@@ -284,7 +310,7 @@ HWY_INLINE BiasOfTile load_bias_row(const BiasRows& rows, int64_t n, float* HWY_
   const Square f;
   BiasCensus<Square> census;
   for (int64_t jj = 0; jj < n; jj += kSquare) {
-    const char* const from = rows.at[0] + jj * rows.stride;
+    const char* const from = rows.at<kDType>(0) + jj * rows.stride;
     const bool whole = jj + kSquare <= n && rows.dense(kDType);
     const auto x = census.hide(whole ? load_bias_keys<kDType>(from)
                                      : gather_bias_keys<kDType>(from, rows.stride, n - jj));
@@ -294,9 +320,9 @@ HWY_INLINE BiasOfTile load_bias_row(const BiasRows& rows, int64_t n, float* HWY_
   return census.result();
 }
 
-/// Whether some row of a panel sees some key of a tile in spite of the bias. If so, the panel has
-/// the bias of the tile: in memory `to` where `loads`, and otherwise there or where it lies,
-/// whatever is faster to add.
+/// Whether some row of a panel sees some key of a tile in spite of the bias, as far as is known at
+/// once. If so, the panel has the bias of the tile: in memory `to` where `loads`, and otherwise
+/// there or where it lies.
 template <DType kDType>
 HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads, float* to,
                                Panel* panel) {
@@ -305,16 +331,15 @@ HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads
   const bool dense = tile.n == kBc && rows.dense(kDType);
   bool lies = false;
   panel->bias_step = width;
+  panel->bias_memory = to;
   const BiasOfTile is = [&]() HWY_ATTR -> BiasOfTile {
     if (!loads && panel->shares_bias) {
       panel->bias_step = 0;
       return load_bias_row<kDType>(rows, tile.n, to);
     }
-    if constexpr (kDType == DType::kBool) {
-      if (dense) return load_bool_tile(rows, width, to);
-    } else if (dense) {
+    if (dense) {
       if (const auto uniform = uniform_tile<kDType>(rows, width)) return *uniform;
-      if constexpr (kDType != DType::kF16) lies = !loads && hides_none<kDType>(rows, width);
+      lies = kByWords<kDType> && !loads;
       if (lies) return {.is_zero = false, .hides_some = false, .hides_all = false};
     }
     return load_bias_tile<kDType>(rows, tile.n, width, to);
@@ -329,71 +354,150 @@ HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads
   return !is.hides_all;
 }
 
+/// Calls body(dtype) with the dtype of a bias as a constant.
+template <class Body>
+HWY_INLINE auto with_bias_dtype(DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kBool:
+      return body(std::integral_constant<DType, DType::kBool>());
+    case DType::kF16:
+      return body(std::integral_constant<DType, DType::kF16>());
+    case DType::kBF16:
+      return body(std::integral_constant<DType, DType::kBF16>());
+    default:
+      return body(std::integral_constant<DType, DType::kF32>());
+  }
+}
+
 HWY_INLINE bool load_bias(const Task& task, const KeyTile& tile, bool loads, float* to,
                           Panel* panel) {
-  switch (task.problem.bias.dtype) {
-    case DType::kBool:
-      return load_bias_of<DType::kBool>(task, tile, loads, to, panel);
-    case DType::kF16:
-      return load_bias_of<DType::kF16>(task, tile, loads, to, panel);
-    case DType::kBF16:
-      return load_bias_of<DType::kBF16>(task, tile, loads, to, panel);
-    default:
-      return load_bias_of<DType::kF32>(task, tile, loads, to, panel);
-  }
+  return with_bias_dtype(task.problem.bias.dtype, [&](auto dtype) {
+    return load_bias_of<decltype(dtype)::value>(task, tile, loads, to, panel);
+  });
 }
 
-/// Adds dS [kBc][width] of a tile, the gradient of its scores, to that of the bias. `rows` is
-/// memory for [kPanelRows][kBc].
-HWY_NOINLINE inline void add_bias_gradient(const BiasSums& sums, float* rows, const Panel& panel,
-                                           const KeyTile& tile, const float* HWY_RESTRICT dS) {
-  const F32 f;
-  const DType dtype = sums.at.dtype;
-  const int64_t stride = sums.at.key;
-  const int64_t n = tile.n, whole = n / kLanes * kLanes;
-  transpose(dS, panel.width(), kBc, panel.width(), 1, rows, kBc);
-  for (int64_t lane = 0; lane < panel.count; ++lane) {
-    const float* const from = rows + lane * kBc;
-    const int64_t at = panel.dbias_row[lane] + tile.j * stride;
-    if (dtype != DType::kF32) {
-      for (int64_t jj = 0; jj < n; ++jj)
-        store_element(sums.data, dtype, at + jj * stride, from[jj]);
-      continue;
-    }
-    float* const to = static_cast<float*>(sums.data) + at;
-    if (stride != 1) {
-      for (int64_t jj = 0; jj < n; ++jj) to[jj * stride] += from[jj];
-      continue;
-    }
-    for (int64_t jj = 0; jj < whole; jj += kLanes) {
-      hn::StoreU(hn::Add(hn::LoadU(f, to + jj), hn::Load(f, from + jj)), f, to + jj);
-    }
-    for (int64_t jj = whole; jj < n; ++jj) to[jj] += from[jj];
-  }
-}
-
-/// S + factor bias, from where that lies.
+/// The bias of a whole tile, as it is, of dense rows: to [kBc][width].
 template <DType kDType>
-HWY_NOINLINE void add_numbers(const Problem& p, const Panel& panel, int64_t j, float factor,
-                              float* HWY_RESTRICT S, int64_t ld) {
+HWY_NOINLINE void load_numbers_of(const BiasRows& rows, int64_t vectors, float* HWY_RESTRICT to) {
+  if constexpr (kByWords<kDType>) {
+    for_numbers<kDType>(rows, vectors, [&](int64_t jj, int64_t v, V32 x) HWY_ATTR {
+      hn::Store(x, F32(), to + (jj * vectors + v) * kLanes);
+    });
+  }
+}
+HWY_INLINE void load_numbers(DType dtype, const BiasRows& rows, int64_t vectors, float* to) {
+  with_bias_dtype(
+      dtype, [&](auto constant) { load_numbers_of<decltype(constant)::value>(rows, vectors, to); });
+}
+
+/// Adds keys of dS, the gradient of the scores of a row, to that of the bias from element `at` on,
+/// the first n of them; elements of 16 bits have one part alone.
+template <DType kDType>
+HWY_INLINE void add_bias_keys(const BiasSums& sums, int64_t at, int64_t n, V32 dS) {
   const F32 f;
-  const BiasRows rows(panel.bias_rows, p.bias, panel, j);
+  const int64_t stride = sums.at.key;
+  if (stride == 1 && n >= kLanes) {
+    char* const to = static_cast<char*>(sums.data) + at * kBiasBytes<kDType>;
+    if constexpr (kDType == DType::kF32) dS = hn::Add(load_wide<kDType>(to), dS);
+    return store_narrow<kDType>(dS, to);
+  }
+  HWY_ALIGN float keys[kLanes];
+  hn::Store(dS, f, keys);
+  for (int64_t jj = 0; jj < std::min(n, kLanes); ++jj) {
+    if constexpr (kDType == DType::kF32) {
+      static_cast<float*>(sums.data)[at + jj * stride] += keys[jj];
+    } else {
+      store_element(sums.data, kDType, at + jj * stride, keys[jj]);
+    }
+  }
+}
+
+/// Adds dS [n][width] of a tile.
+template <DType kDType>
+HWY_NOINLINE void add_bias_gradient_of(const BiasSums& sums, const Panel& panel,
+                                       const KeyTile& tile, const float* HWY_RESTRICT dS) {
+  const int64_t width = panel.width();
+  for (int64_t lane = 0; lane < panel.count; lane += kLanes) {
+    for (int64_t jj = 0; jj < tile.n; jj += kLanes) {
+      V32 rows[kLanes];  // whose lanes are keys
+      load_words(
+          [&](int key)
+              HWY_ATTR { return reinterpret_cast<const char*>(dS + (jj + key) * width + lane); },
+          rows);
+      FULGUR_UNROLL for (int i = 0; i < kLanes; ++i) {
+        if (lane + i >= panel.count) continue;
+        const int64_t at = panel.dbias_row[lane + i] + (tile.j + jj) * sums.at.key;
+        add_bias_keys<kDType>(sums, at, tile.n - jj, rows[i]);
+      }
+    }
+  }
+}
+HWY_INLINE void add_bias_gradient(const BiasSums& sums, const Panel& panel, const KeyTile& tile,
+                                  const float* dS) {
+  switch (sums.at.dtype) {
+    case DType::kF16:
+      return add_bias_gradient_of<DType::kF16>(sums, panel, tile, dS);
+    case DType::kBF16:
+      return add_bias_gradient_of<DType::kBF16>(sums, panel, tile, dS);
+    default:
+      return add_bias_gradient_of<DType::kF32>(sums, panel, tile, dS);
+  }
+}
+
+/// S + factor bias, from where that lies; whether it hides a key, or may.
+template <DType kDType>
+HWY_INLINE bool add_numbers(const BiasRows& rows, int64_t vectors, float factor,
+                            float* HWY_RESTRICT S, int64_t ld) {
+  const F32 f;
+  const U32 u;
   const V32 by = hn::Set(f, factor);
-  for_numbers<kDType>(rows, panel.vectors, [&](int64_t jj, int64_t v, V32 x) HWY_ATTR {
+  auto most = hn::Zero(u);  // as unsigned numbers the bits of what hides are the largest but NaNs'
+  for_numbers<kDType>(rows, vectors, [&](int64_t jj, int64_t v, V32 x) HWY_ATTR {
     float* const at = S + jj * ld + v * kLanes;
     hn::Store(hn::MulAdd(x, by, hn::Load(f, at)), f, at);
+    most = hn::Max(most, hn::BitCast(u, x));
   });
+  static_assert(kernels::kHidingBias == -0x1p115);
+  const auto bound = hn::Set(u, 0xf9000000);
+  return !hn::AllTrue(u, hn::Eq(hn::Max(most, bound), bound));
+}
+
+/// Likewise of a panel. Keys that it hides have the score -inf then, and the bias is in memory.
+template <DType kDType>
+HWY_NOINLINE void add_bias_rows(const Problem& p, const KeyTile& tile, float factor,
+                                float* HWY_RESTRICT S, int64_t ld, Panel* panel) {
+  const BiasRows rows(panel->bias_rows, p.bias, *panel, tile.j);
+  const bool may_hide =
+      kDType == DType::kBool || add_numbers<kDType>(rows, panel->vectors, factor, S, ld);
+  if (!may_hide) return;
+  const F32 f;
+  const int64_t width = panel->width();
+  float* const bias = panel->bias_memory;
+  load_bias_tile<kDType>(rows, kBc, width, bias);
+  panel->bias_rows = nullptr;
+  panel->bias = bias;
+  panel->mask.hide(bias, tile.j, width);
+  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
+  for (int64_t jj = 0; jj < kBc; ++jj) {
+    for (int64_t v = 0; v < panel->vectors; ++v) {
+      float* const at = S + jj * ld + v * kLanes;
+      const auto hidden = hn::Eq(hn::Load(f, bias + jj * width + v * kLanes), none);
+      hn::Store(hn::IfThenElse(hidden, none, hn::Load(f, at)), f, at);
+    }
+  }
 }
 
 /// S + factor bias, which has the derivative `factor`; -inf where the bias is, whatever S is.
 /// `factor`: that of scores in the units of S.
-HWY_INLINE void add_bias(const Problem& p, const Panel& panel, const KeyTile& tile, float factor,
-                         float* HWY_RESTRICT S, int64_t ld) {
-  if (panel.bias_rows != nullptr) {
-    if (p.bias.dtype == DType::kBF16)
-      return add_numbers<DType::kBF16>(p, panel, tile.j, factor, S, ld);
-    return add_numbers<DType::kF32>(p, panel, tile.j, factor, S, ld);
+HWY_INLINE void add_bias(const Problem& p, const KeyTile& tile, float factor, float* HWY_RESTRICT S,
+                         int64_t ld, Panel* to) {
+  if (to->bias_rows != nullptr) {
+    return with_bias_dtype(p.bias.dtype, [&](auto dtype) {
+      constexpr DType kDType = decltype(dtype)::value;
+      if constexpr (kByWords<kDType>) add_bias_rows<kDType>(p, tile, factor, S, ld, to);
+    });
   }
+  const Panel& panel = *to;
   if (panel.bias == nullptr) return;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());

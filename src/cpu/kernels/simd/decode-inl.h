@@ -138,11 +138,11 @@ struct DecodeRows {
   }
 
   /// S -> P of a tile.
-  HWY_INLINE void probabilities(const Task& task, const KeyTile& tile) const {
+  HWY_INLINE void probabilities(const Task& task, const KeyTile& tile) {
     const Problem& p = task.problem;
     for (size_t i = 0; i < panels.size(); ++i) {
       const int64_t at = static_cast<int64_t>(i) * kPanelRows;
-      score_rule(p, panels[i], tile, S + at, width, nullptr);
+      score_rule(p, tile, S + at, width, nullptr, &panels[i]);
       online_softmax(panels[i], tile.n, S + at, width, m + at, l + at, alpha + at);
       if (p.dropout_p == 0) continue;
       const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));

@@ -204,10 +204,19 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       tiles[i].next();
       expressions.skip_hidden(i, &tiles[i]);
       const bool last = i + 1 == count;
-      const auto ask = [&](int half) HWY_ATTR {
+      // Calls multiply(begin, count) for the rows of a product, of which there are M, and asks for
+      // a half of what is next of a bias meanwhile.
+      const auto asking = [&](int64_t M, int half, const auto& multiply) HWY_ATTR {
+        if (!p.has(Arg::kBias)) return multiply(0, M);
         const Panel& next = panels[last ? 0 : i + 1];
-        const int64_t key = last ? tile.j + kBc : tile.j;
-        ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.bias_count(), key, half);
+        const int64_t key = last ? tile.j + kBc : tile.j, steps = kAsked / 2;
+        const int64_t step = round_up((M + steps - 1) / steps, 8);
+        for (int64_t part = 0; part < steps; ++part) {
+          ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.bias_count(), key,
+                       half * steps + part);
+          const int64_t begin = std::min(M, part * step);
+          multiply(begin, std::min(step, M - begin));
+        }
       };
       if (!begin_tile(task, expressions, i, 0, tile, s.bias, &panel)) continue;
       if (!loaded) {
@@ -215,20 +224,22 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
         finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
         loaded = true;
       }
-      ask(0);
       const int64_t width = panel.width();
-      gemm<Init::kZero>(n, panel.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
-                        nullptr);
+      asking(n, 0, [&](int64_t key, int64_t count) HWY_ATTR {
+        gemm<Init::kZero>(count, panel.vectors, p.d, {s.K + key * ldk, ldk, 1}, {s.Qt[i], width},
+                          s.S + key * width, width, nullptr);
+      });
       score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &panel);
       online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
-      ask(1);
       if (p.dropout_p > 0) {
         const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
         drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
       }
       if (finite || !panel.mask.hides(tile)) {
-        gemm<Init::kScaleAdd>(p.dv, panel.vectors, n, {s.V, 1, ldv}, {s.S, width}, s.Ot[i], width,
-                              alpha);
+        asking(p.dv, 1, [&](int64_t c, int64_t count) HWY_ATTR {
+          gemm<Init::kScaleAdd>(count, panel.vectors, n, {s.V + c, 1, ldv}, {s.S, width},
+                                s.Ot[i] + c * width, width, alpha);
+        });
       } else {
         accumulate_visible(panel, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
       }

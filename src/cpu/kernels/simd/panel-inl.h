@@ -56,8 +56,10 @@ struct Panel {
   int64_t dbias_row[kPanelRows];  ///< and where its gradient does
   bool shares_bias = true;        ///< all rows have the same bias
   /// Of the tile at hand: [n][bias_step], or where a step is 0 [n] for all rows. Null: it lies in
-  /// the tensor at bias_rows, or where that is null, it is 0.
+  /// the tensor at bias_rows, and whether it hides keys is found when it is added, for which there
+  /// is memory; or where that is null, it is 0.
   const float* bias = nullptr;
+  float* bias_memory = nullptr;
   int64_t bias_step = 0;
   const void* bias_rows = nullptr;
 

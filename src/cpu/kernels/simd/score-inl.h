@@ -76,12 +76,12 @@ HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY
 /// Turns the products S [n][ld] of a tile, with their factor, into scores in log2 units, and those
 /// that the mask hides into -inf. `slope` takes the derivatives of the scores by their scaled
 /// products; null: nobody wants them, or all are 1.
-HWY_INLINE void score_rule(const Problem& p, const Panel& panel, const KeyTile& tile,
-                           float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope) {
-  if (p.softcap > 0) softcap_scores(p, panel.vectors, tile, S, ld, slope);
-  if (p.has(Arg::kAlibiSlopes)) alibi_scores(panel, tile, S, ld);
-  add_bias(p, panel, tile, kLog2e, S, ld);
-  hide_scores(panel.mask, panel.vectors, tile, S, ld);
+HWY_INLINE void score_rule(const Problem& p, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
+                           float* HWY_RESTRICT slope, Panel* panel) {
+  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
+  if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
+  add_bias(p, tile, kLog2e, S, ld, panel);
+  hide_scores(panel->mask, panel->vectors, tile, S, ld);
 }
 
 /// What of a tile the masks of the bias and of expressions leave: whether some row of a panel sees
@@ -108,7 +108,7 @@ HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpress
   if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
   expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, panel);
-  add_bias(p, *panel, tile, kLog2e, S, ld);
+  add_bias(p, tile, kLog2e, S, ld, panel);
   hide_scores(panel->mask, panel->vectors, tile, S, ld);
 }
 
@@ -116,7 +116,7 @@ HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpress
 HWY_INLINE void score_rule(const Problem& p, TaskExpressions& expressions, int64_t number,
                            int64_t columns, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
                            float* HWY_RESTRICT slope, float* bias, Panel* panel) {
-  if (!expressions.changes_scores()) return score_rule(p, *panel, tile, S, ld, slope);
+  if (!expressions.changes_scores()) return score_rule(p, tile, S, ld, slope, panel);
   score_rule_of_expressions(p, expressions, number, columns, tile, S, ld, slope, bias, panel);
 }
 
