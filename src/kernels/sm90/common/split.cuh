@@ -35,7 +35,7 @@ __device__ __forceinline__ bool combine_splits(const AttentionParams& p, const P
     store_shared(flag, before == u32(count - 1));
   }
   named_barrier_sync(barrier, 128);
-  if (!load_shared(flag)) return false;
+  if (!uniform(load_shared(flag))) return false;  // as finish() says of its row
 
   rows = rows_without_keys();
 #pragma unroll 4

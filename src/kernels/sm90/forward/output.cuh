@@ -54,9 +54,9 @@ __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place
 __device__ __forceinline__ void finish(const ForwardParams& p, const Place& place, const Rows& rows,
                                        float (&O)[kValueDim / 2], float v_descale, u32 shared) {
   const Lengths n = lengths_of(p, place.batch);
-  // With the repair below, a branch of threads here would leave the main loop, which comes after it, no uniform
-  // registers. Without it this is the other way round.
-  const int row = kHidesKeys ? uniform(place.row + int(warp_row())) : place.row + int(warp_row());
+  // In a branch that some lanes of a warp might not take, votes and elections would leave the main loop, which comes
+  // after it, no uniform registers.
+  const int row = uniform(place.row + int(warp_row()));
   if (row >= n.sq) return;
   const bool finite = write_output(p, place, n, row, O, rows, v_descale, shared + warp_row() * kPanelRowBytes);
   if (kHasLse) store_global_lse(p, place, n, row + thread_row(), rows);
