@@ -466,7 +466,8 @@ TEST_P(LowBitCaches, InvariantToTheBatch) {
   }
 }
 
-// Rows of blocks begin at multiples of 16, 8 or 4 bytes, or in the middle of a word.
+// Rows of blocks begin at multiples of 16, 8 or 4 bytes, or in the middle of a word, each or all of
+// a kv head.
 TEST_P(LowBitCaches, RowsOfBlocksMayBeginAnywhere) {
   const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
   const int count = draws == nullptr ? 12 : std::atoi(draws);
@@ -476,7 +477,7 @@ TEST_P(LowBitCaches, RowsOfBlocksMayBeginAnywhere) {
     c.batch = 2;
     c.sq = one_of<int64_t>({1, 5});
     c.sk = one_of<int64_t>({40, 150});
-    c.hk = one_of<int64_t>({1, 2, 3});
+    c.hk = one_of<int64_t>({1, 2, 3, 4, 8});
     c.hq = c.hk * one_of<int64_t>({1, 4, 8});
     c.d = one_of<int64_t>({32, 64, 96, 96, 128, 160, 256});
     c.dv = one_of<int64_t>({32, 64, 96, 96, 128, 224, 256});

@@ -69,11 +69,17 @@ std::string not_whole(const Layout& strides, DType dtype) {
 /// are copied to multiples of 16 bytes first.
 int piece_of(DType dtype, int dim, const Layout& strides, bool copied) {
   if (!has_blocks(dtype)) return 0;
-  int64_t bytes = bytes_of(dtype, dim) | kLaneBytes;
-  if (!copied)
-    for (const int64_t stride : {strides.batch, strides.row, strides.head})
-      bytes |= bytes_of(dtype, stride);
-  return static_cast<int>(bytes & -bytes);
+  const auto step = [&](std::initializer_list<int64_t> strides) {
+    int64_t bytes = kLaneBytes;
+    for (const int64_t stride : strides) bytes |= bytes_of(dtype, stride);
+    return static_cast<int>(bytes & -bytes);
+  };
+  if (copied) return step({dim});
+  const int piece = step({strides.batch, strides.row, strides.head, dim});
+  const bool by_heads = step({strides.batch, strides.row}) == kLaneBytes;
+  const bool middle =
+      by_heads && kernels::may_begin_in_middle(element_of(dtype), dim, step({strides.head}));
+  return piece < kLaneBytes && middle ? int{kernels::kMiddle} : piece;
 }
 
 /// For how many splits there is room in the workspace.

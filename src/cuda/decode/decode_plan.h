@@ -32,7 +32,7 @@ struct DecodeKey : AnyForwardKey {
   DType k_scale_type = DType::kF32, v_scale_type = DType::kF32;
   DType k_zero_point_type = DType::kF32, v_zero_point_type = DType::kF32;
   /// Bytes of rows of blocks that are copied at once; 2: words, where rows may begin in the middle
-  /// of one; 0: there are no blocks.
+  /// of one; kernels::kMiddle: 16, where those of a kv head do; 0: there are no blocks.
   int k_piece = 0, v_piece = 0;
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own

@@ -23,6 +23,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     if (tile.has_keys()) queries.begin_work_tile(p, tile);
     const bool has_rows = warp_of_group * kWarpRows < rows_of_tile(p, tile).count;
     const TransposedRows of_thread(p, tile, warp_of_group);
+    const u32 k_begin = BlockRows<kOfK>::begin(p, tile), v_begin = BlockRows<kOfV>::begin(p, tile);
     KeyProducts products(p, tile, warp_of_group, q);
     float O[kRowTiles][kOutputs];
     SoftmaxRows rows;
@@ -37,8 +38,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       float S[kRowTiles][kScores], P[kRowTiles][kScores];
       HiddenScores<Transposed> hidden[kRowTiles];
       const u32 k = ring.keys(sync), v = ring.values();
-      const u32 k_scales = scales_in_rows(kOfK) ? k : ring.scales();
-      const u32 v_scales = scales_in_rows(kOfV) ? v : ring.scales();
+      const u32 k_scales = scales_in_rows(kOfK) ? k + k_begin : ring.scales();
+      const u32 v_scales = scales_in_rows(kOfV) ? v + v_begin : ring.scales();
       const bool masked = of_thread.cuts(key_tile);
       if (has_rows) {
         products.multiply(S, k, k_scales);
@@ -54,7 +55,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     }
     work_tiles = saved.load();
     finish(p, tile, O, rows);
-    combine_warp_groups(p, tile, TransposedResult{rows, O});
+    combine_warp_groups(p, tile, TransposedResult{rows, O, int(v_begin / 2)});
     if constexpr (!Schedule::kCombineKernel)
       if (tile.splits > 1) end_split<Schedule>(p, tile);
     more = work_tiles.next(p);

@@ -392,12 +392,18 @@ __device__ __forceinline__ u32 negative_zero_points(u32 scales, int key, int gro
   }
 }
 
+// How many pairs of bytes rows of V begin with that are not theirs, where they are blocks.
+__device__ __forceinline__ int pairs_before_values(u32 v, u32 scales) {
+  return BlockRows<kOfV>::kPiece == kMiddle ? (scales - v) / 2 : 0;
+}
+
 // O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says. Zero points are multiplied with
 // the same P as their codes: no number of f16 is as exact as their difference.
 __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], const float (&P)[kRowTiles][kScores],
                                                 u32 v, u32 scales) {
   using Step = Steps<kOfV>;
   const u32 lane = threadIdx.x % 32;
+  const int pairs_before = pairs_before_values(v, scales);
   ScalesOfKey<kOfV> of_key[kVScales > 0 ? kBlockKeys / 8 : 1];
   u32 weighed[Step::kMixed][kRowTiles][kScores / 2];
 #pragma unroll
@@ -455,22 +461,24 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
 #pragma unroll
     for (int i = 0; i < (Step::kMixed - 1) * kRowTiles * 2 * Step::kNumbers; ++i) {
       float& o = O[i / (2 * Step::kNumbers)][2 * Step::kNumbers * step + i % (2 * Step::kNumbers)];
-      if (first != last && int(thread_row()) < last) o = of_first[i / (2 * Step::kNumbers)][i % (2 * Step::kNumbers)];
+      if (first != last && int(thread_row()) < last + pairs_before)
+        o = of_first[i / (2 * Step::kNumbers)][i % (2 * Step::kNumbers)];
     }
   }
 }
 
 // ---- The end of a work tile ----
 
-// The column of V that a thread has as its `i`-th of O; -1: none, but the scale of a block, or what follows the last.
-__device__ __forceinline__ int output_column(int i) {
+// The column of V that a thread has as its `i`-th of O; -1: none, but the scale of a block, or what is before the first
+// or behind the last. Rows of blocks begin with so many pairs of bytes that are not theirs.
+__device__ __forceinline__ int output_column(int i, int pairs_before) {
   constexpr int kOfHalf = CodesOfV::kOfHalf;
   const int chunk = i / 2 / kOfHalf, number = i / 2 % kOfHalf, row = int(thread_row());
   if constexpr (is_block(StoredV::kType)) {
     constexpr int kPairs = block_bytes(StoredV::kType) / 2;
     const int first = first_block(StoredV::kType, chunk);
-    const int block = first + (8 * chunk + row >= kPairs * (first + 1));
-    const int pair = 8 * chunk + row - kPairs * block - 1;
+    const int of_row = 8 * chunk + row - pairs_before, block = first + (of_row >= kPairs * (first + 1));
+    const int pair = of_row - kPairs * block - 1;
     return pair < 0 || block * kBlockColumns >= kValueDim ? -1
                                                           : block * kBlockColumns + CodesOfV::column_of(pair, number);
   }
@@ -487,6 +495,7 @@ __device__ constexpr bool may_be_column(int i, int first) {
 struct TransposedResult {
   const SoftmaxRows& rows;
   const float (&O)[kRowTiles][kOutputs];
+  int pairs_before;  // as output_column has it
 
   static __device__ __forceinline__ int row(int i) { return i / 2 * 8 + int(thread_column()) + i % 2; }
 
@@ -504,7 +513,7 @@ struct TransposedResult {
 #pragma unroll
       for (int j = 0; j < kOutputs; j += 2) {
         if (!may_be_column(j, first)) continue;
-        const int column = output_column(j);
+        const int column = output_column(j, pairs_before);
         if (!is_block(StoredV::kType) || (column >= first && column < first + kExchangeColumns))
           to[column] = O[i / 2][j + i % 2];
       }
@@ -542,7 +551,7 @@ struct CodedValues {
   __device__ __forceinline__ u32 codes(int key, int column) const {
     if constexpr (!is_block(StoredV::kType)) return load_shared(word_place(key, column));
     const CodesOfV::Place at = CodesOfV::place(column % kBlockColumns);
-    return load_shared_u16(scale_place<kOfV>(v, key, column / kBlockColumns) + 2 + 4 * at.word + 2 * at.half)
+    return load_shared_u16(scale_place<kOfV>(scales, key, column / kBlockColumns) + 2 + 4 * at.word + 2 * at.half)
            << 16 * at.half;
   }
   // The `i`-th of the scales and zero points of V.
@@ -615,7 +624,7 @@ __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, flo
       const bool seen = sees(p, rows.of[i / 2], hidden[i / 2], i % 2, key_tile, key);
 #pragma unroll
       for (int j = 0; j < kOutputs; j += 2) {
-        const int column = output_column(j);
+        const int column = output_column(j, pairs_before_values(values.v, values.scales));
         if (seen && column >= 0) O[i / 2][j + i % 2] += values.addend(key, column);
       }
     }

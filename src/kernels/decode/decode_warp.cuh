@@ -25,7 +25,7 @@ class Queries {
       if (at(i) < kBlockRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
     __syncthreads();
     if constexpr (kCodesK) {
-      prepare_queries();
+      prepare_queries(BlockRows<kOfK>::begin(p, tile) / 2);
       __syncthreads();
     }
   }

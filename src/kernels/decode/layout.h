@@ -17,14 +17,21 @@ enum : int {
 
 FULGUR_SHARED int block_bytes(Element type) { return 2 + kBlockColumns * bits_of(type) / 8; }
 // Bytes of a row in shared memory, where rows begin at multiples of 16 bytes and eight of them share no banks. It is
-// copied by pieces of 16, 8 or 4 bytes; by words, if it may begin in the middle of one, and the last word says so (2).
+// copied by pieces of 16, 8 or 4 bytes; by words, if it may begin in the middle of one, and the last word says so (2);
+// by the 16 bytes in which it lies, in whose middle all rows of a kv head begin (kMiddle).
+enum : int { kMiddle = 1 };
 FULGUR_SHARED int shared_row_of_blocks(Element type, int dim, int piece) {
   return ((row_of_blocks(type, dim) + (piece == 2 ? 6 : 0) + 15) / 16 | 1) * 16;
 }
 
 // Products take 16 bytes of such a row at once, eight pairs of bytes, whatever these are. Blocks have 8 n + 1 pairs:
 // the b-th one, of eight at most, begins with the b-th pair of chunk n b, which products take for both of its blocks
-// where it has codes of both.
+// where it has codes of both. Where rows begin in the middle, the b-th one does with the (b + n)-th pair of that chunk,
+// which exists: n is (16 - step) / 2 at most, where step is what such beginnings are multiples of. Rows of more than
+// 128 bytes come faster by pieces.
+FULGUR_SHARED bool may_begin_in_middle(Element type, int dim, int step) {
+  return (16 - step) / 2 + dim / kBlockColumns - 1 < 8 && row_of_blocks(type, dim) <= 128;
+}
 FULGUR_SHARED int chunks_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 15) / 16; }
 FULGUR_SHARED int first_block(Element type, int chunk) { return 16 * chunk / block_bytes(type); }
 FULGUR_SHARED int last_block(Element type, int dim, int chunk) {

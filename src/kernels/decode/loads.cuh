@@ -25,9 +25,13 @@ struct BlockRows {
     kBytes = row_of_blocks(kType, kColumns),
     kStride = shared_row_of_blocks(kType, kColumns, kPiece),
     // Of one that may begin in the middle of a word, all words that it may have.
-    kCopied = max_of(kPiece, 4),
+    kCopied = kPiece == kMiddle ? 16 : max_of(kPiece, 4),
     kPieces = (kBytes + (kPiece == 2 ? 2 : 0) + kCopied - 1) / kCopied,
   };
+  // How many bytes after a multiple of 16 they begin, in memory and in shared memory.
+  static __device__ __forceinline__ u32 begin(const DecodeParams& p, const WorkTile& tile) {
+    return kPiece == kMiddle ? u32(tile.head * (tensor % 2 == 0 ? p.k : p.v).head) % 16 : 0;
+  }
 };
 
 // Where numbers of a key lie, side by side; those of blocks with the codes of the tile, of which `scales` says where
@@ -320,12 +324,14 @@ class LaneLoader {
     }
   }
 
-  // Pieces of rows of blocks from piece `first` on. Lanes that are a power of 2 share a row, others take what is left.
+  // Pieces of rows of blocks from piece `first` on. As many lanes as a row has pieces share it, where these are few, so
+  // that it is asked for at once; or lanes that are a power of 2, and others take what is left.
   template <int tensor, bool whole, int first = 0>
   __device__ __forceinline__ void copy_blocks(const StridedTensor& t, u32 to) const {
     using Rows = BlockRows<tensor>;
     constexpr int kLeft = Rows::kPieces - first;
-    constexpr int kLanes = kLeft >= 32 ? 32 : kLeft >= 16 ? 16 : kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1;
+    constexpr int kFewLanes = kLeft >= 8 ? 8 : kLeft >= 4 ? 4 : kLeft >= 2 ? 2 : 1;
+    constexpr int kLanes = kLeft >= 32 ? 32 : kLeft >= 16 ? 16 : Rows::kPiece == kMiddle ? kLeft : kFewLanes;
     constexpr int kKeys = kBlockKeys / warps, kAtOnce = 32 / kLanes;
     // So many keys are in one page for certain.
     constexpr int kRun = kPage == 0 ? kKeys : kPage % 16 == 0 && !kLeftPad ? 16 : 1;
@@ -334,20 +340,26 @@ class LaneLoader {
     const int piece = first + lane % kLanes;
     const long long entry = kPage > 0 || kPackedK ? 0 : s.entry;
     const int place = s.n.k_start + tiles_.tile() * kBlockKeys + begin + of_lane;
-    const auto* const head = static_cast<const unsigned char*>(t.data) + tiles_.work_tile().head * t.head +
+    const int begins = Rows::begin(p_, tiles_.work_tile());
+    const auto* const head = static_cast<const unsigned char*>(t.data) + tiles_.work_tile().head * t.head - begins +
                              entry * t.batch + Rows::kCopied * piece;
+    // Of the last piece of a row that begins in the middle no more than it has.
+    const int bytes_of_piece = Rows::kPiece == kMiddle
+                                   ? min(begins + Rows::kBytes - Rows::kCopied * piece, int(Rows::kCopied))
+                                   : int(Rows::kCopied);
+    const bool has_row = of_lane < kAtOnce;
     const unsigned char* from = head + (kPage > 0 ? 0 : place * t.row);
     const u32 to_piece = to + (begin + of_lane) * Rows::kStride + Rows::kCopied * piece;
     bool in_page = true;
 #pragma unroll
     for (int i = 0; i < kKeys; i += kAtOnce) {
-      if (kPage > 0 && (i % kRun == 0 || kAtOnce > kRun)) {
+      if (kPage > 0 && (i % kRun == 0 || kRun % kAtOnce != 0)) {
         const u32 id = __shfl_sync(0xffffffff, scale_ids_[i / 32], (i + of_lane) % 32);
         in_page = whole || id < u32(p_.pages.entries);
         from = head + (in_page ? id * t.batch + (place + i) % max_of(kPage, 1) * t.row : 0);
       }
       const bool there = whole || (in_page && tiles_.tile() * kBlockKeys + begin + i + of_lane < s.n.sk);
-      if (kKeys >= kAtOnce || of_lane < kKeys) {
+      if (has_row && (i + kAtOnce <= kKeys || i + of_lane < kKeys)) {
         const u32 place_of_piece = to_piece + i * Rows::kStride;
         if constexpr (Rows::kPiece == 2) {
           const int start = u32(reinterpret_cast<unsigned long long>(from)) % 4;
@@ -355,7 +367,7 @@ class LaneLoader {
           async_copy_part<4>(place_of_piece, bytes > 0 ? static_cast<const void*>(from - start) : t.data, bytes);
           if (piece == 0) store_shared(place_of_piece + Rows::kStride - 4, start);
         } else {
-          async_copy_part<Rows::kCopied>(place_of_piece, whole || there ? from : head, there ? Rows::kCopied : 0);
+          async_copy_part<Rows::kCopied>(place_of_piece, whole || there ? from : head, there ? bytes_of_piece : 0);
         }
       }
       from += kAtOnce * t.row;

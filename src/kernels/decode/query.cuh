@@ -39,13 +39,14 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const W
 enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
 
 // Where a column of Q lies for products with codes: a lane's word has the columns of two halves of it, and products
-// take two columns of each lane at a time.
-__device__ __forceinline__ int query_column(int column) {
+// take two columns of each lane at a time. Rows of blocks begin with so many pairs of bytes that are not theirs.
+__device__ __forceinline__ int query_column(int column, int pairs_before) {
   constexpr int kOfHalf = CodesOfK::kOfHalf, kColumns = 8 * kOfHalf;
   if constexpr (is_block(StoredK::kType)) {
     const int block = column / kBlockColumns;
     const CodesOfK::Place at = CodesOfK::place(column % kBlockColumns);
-    const int pair = block_bytes(StoredK::kType) / 2 * block + 1 + 2 * at.word + at.half, chunk = pair / 8;
+    const int pair = pairs_before + block_bytes(StoredK::kType) / 2 * block + 1 + 2 * at.word + at.half;
+    const int chunk = pair / 8;
     const int product = products_before_chunk(StoredK::kType, kHeadDim, chunk) + block;
     return (product - first_block(StoredK::kType, chunk)) * kColumns + at.number * 8 + pair % 8;
   }
@@ -55,7 +56,7 @@ __device__ __forceinline__ int query_column(int column) {
 
 // Makes the Q of a block of rows, which is there as memory has it, one of f16 in that order, and bf16 as large as f16
 // may be: rows are divided by powers of 2. By all threads, between barriers.
-__device__ __forceinline__ void prepare_queries() {
+__device__ __forceinline__ void prepare_queries(int pairs_before) {
   enum : int { kOfLane = (kHeadDim + 31) / 32, kWarps = kComputeThreads / 32 };
   const int lane = threadIdx.x % 32;
   const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q;
@@ -90,7 +91,7 @@ __device__ __forceinline__ void prepare_queries() {
     }
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i)
-      if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i)), x[i]);
+      if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i, pairs_before)), x[i]);
     if (lane == 0) reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = factor;
   }
 }
