@@ -197,25 +197,17 @@ __device__ __forceinline__ void softmax_step(float (&P)[kRowTiles][kScores], con
 
 // ---- Products ----
 
-// Numbers of codes less a zero point of f16.
-template <int count>
-__device__ __forceinline__ void subtract(u32* x, float zero_point) {
-  const u32 less = Half::pack(-zero_point, -zero_point);
-#pragma unroll
-  for (int i = 0; i < count; ++i) x[i] = Half::add(x[i], less);
-}
-
 // Q of the warp's rows in steps of 16 columns, as B of products: words of each eight rows.
 class QueryFragments {
  public:
   __device__ __forceinline__ explicit QueryFragments(u32 q) : q_(q) {}
-  // Of step `step`, a constant that grows.
-  __device__ __forceinline__ void load(int step) {
+  // Of step `step`, a constant that grows by one from an even number on, or `first`.
+  __device__ __forceinline__ void load(int step, bool first = false) {
     const u32 lane = threadIdx.x % 32, panel = q_ + step / 4 * kQPanelBytes;
     if (kRowTiles == 2)
       load_shared_matrices(panel + swizzled(lane % 8 + lane / 16 * 8, step % 4 * 2 + lane / 8 % 2), words_);
-    else if (step % 2 == 0)
-      load_shared_matrices(panel + swizzled(lane % 8, step % 4 * 2 + lane / 8), words_);
+    else if (first || step % 2 == 0)
+      load_shared_matrices(panel + swizzled(lane % 8, step % 4 / 2 * 4 + lane / 8), words_);
   }
   __device__ __forceinline__ const u32* rows(int step, int eight) const {
     return words_ + 2 * (kRowTiles == 2 ? eight : step % 2);
@@ -236,27 +228,16 @@ class KeyProducts {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int row = warp_of_group * kWarpRows + i / 2 * 8 + int(thread_column()) + i % 2;
-      float of_row = of_head;
+      float of_row = of_head * CodesOfK::scale(0);
       if (kCodesK && tile.has_keys()) of_row *= reinterpret_cast<const float*>(raw + kLayout.q_factors)[row];
       factor_[i / 2][i % 2] = of_row;
     }
-    // Sums of Q are products with -1 in place of keys.
 #pragma unroll
-    for (int group = 0; kSums && group < kGroups; ++group) {
-      float sums[kRowTiles][4] = {};
+    for (int group = 0; kBiases && group < kGroups; ++group) {
+      float of_rows[kRowTiles][4];
+      bias_products(queries_, group, of_rows);
 #pragma unroll
-      for (int step = group * kOfGroup / 16; step < (group + 1) * kOfGroup / 16; ++step) {
-        constexpr u32 kMinusOnes = 0xbc00bc00;
-        const u32 a[4] = {kMinusOnes, kMinusOnes, kMinusOnes, kMinusOnes};
-        queries_.load(step);
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          const u32* const b = queries_.rows(step, i);
-          multiply_16_8_16<kF16>(sums[i], a, b[0], b[1]);
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < 2 * kRowTiles; ++i) sum_[group][i / 2][i % 2] = sums[i / 2][i % 2];
+      for (int i = 0; i < 2 * kRowTiles; ++i) bias_[group][i / 2][i % 2] = of_rows[i / 2][i % 2];
     }
   }
 
@@ -264,6 +245,7 @@ class KeyProducts {
   __device__ __forceinline__ void multiply(float (&S)[kRowTiles][kScores], u32 k, u32 scales) {
     const u32 lane = threadIdx.x % 32;
     float of_group[Step::kMixed][kGroups > 1 ? kRowTiles : 1][kGroups > 1 ? kScores : 1];
+    float of_zero_point[Step::kMixed][kRowTiles][2];  // sums of Q, negative, as products have them
     ScalesOfKey<kOfK> of_key[kKScales > 0 ? kBlockKeys / 8 : 1];
     ScalesOfKey<kZeroOfK> zero_points[kKZeroPoint ? kBlockKeys / 8 : 1];
     const auto sums = [&](int group, int i) -> float* {
@@ -283,9 +265,19 @@ class KeyProducts {
       for (int of_step = 0; of_step < Step::kMixed; ++of_step) {
         const int group = first + of_step;
         if (of_step >= groups) continue;
+        if (Step::begins(step, group)) {
+          float bias[kRowTiles][4] = {};
+          if constexpr (CodesOfK::kBias > 0 && !kBiases) bias_products(queries_, group, bias);
 #pragma unroll
-        for (int i = 0; i < kRowTiles * kScores; ++i)
-          if (Step::begins(step, group)) sums(group, i / kScores)[i % kScores] = 0;
+          for (int i = 0; i < 2 * kRowTiles; ++i) {
+            if (kBiases) bias[i / 2][i % 2] = bias_[group][i / 2][i % 2];
+            of_zero_point[group % Step::kMixed][i / 2][i % 2] =
+                bias[i / 2][i % 2] * (1.0f / max_of(CodesOfK::kBias, 1));
+          }
+#pragma unroll
+          for (int i = 0; i < kRowTiles * kScores; ++i)
+            sums(group, i / kScores)[i % kScores] = bias[i / kScores][i % 2];
+        }
 #pragma unroll
         for (int j = 0; j < Step::kNumbers / 2; ++j) {
           const int of_query = Step::product(step, group) * (Step::kNumbers / 2) + j;
@@ -308,11 +300,6 @@ class KeyProducts {
 #pragma unroll
             for (int j = 0; j < CodesOfK::kOfHalf; ++j) x[eight][i * CodesOfK::kOfHalf + j] = numbers[j];
           }
-        }
-#pragma unroll
-        for (int eight = 0; kKZeroPoint && !kSums && eight < 4; ++eight) {
-          const float zero_point = zero_points[keys / 8 + eight][first];
-          subtract<Step::kNumbers>(x[eight], zero_point);
         }
 #pragma unroll
         for (int number = 0; number < Step::kNumbers; number += 2)
@@ -341,7 +328,8 @@ class KeyProducts {
           for (int i = 0; i < 2 * kRowTiles; ++i) {
             float& s = S[i / 2][2 * eight + i % 2];
             float t = sums(group, i / 2)[2 * eight + i % 2];
-            if (kSums) t = __fmaf_rn(zero_points[eight][group], sum_[group][i / 2][i % 2], t);
+            if (kKZeroPoint)
+              t = __fmaf_rn(zero_points[eight][group], of_zero_point[group % Step::kMixed][i / 2][i % 2], t);
             s = group == 0 ? t * scale : __fmaf_rn(t, scale, s);
           }
         }
@@ -358,13 +346,37 @@ class KeyProducts {
   enum : int {
     kGroups = Step::kGroups,
     kOfGroup = Step::kOfGroup,
-    // Zero points are multiplied with sums of Q, for which there are no registers where these are full of O.
-    kSums = kKZeroPoint && kRowTiles * kValueDim <= 256,
+    // Products of Q and biases, in registers where these are not full of O.
+    kBiases = CodesOfK::kBias > 0 && kRowTiles * kValueDim <= 256,
   };
+
+  // Those of the `group`-th columns of the rows, with -kBias in place of codes.
+  static __device__ __forceinline__ void bias_products(QueryFragments queries, int group, float (&to)[kRowTiles][4]) {
+    constexpr u32 a[4] = {CodesOfK::minus_bias(0), CodesOfK::minus_bias(0), CodesOfK::minus_bias(1),
+                          CodesOfK::minus_bias(1)};
+#pragma unroll
+    for (int i = 0; i < 4 * kRowTiles; ++i) to[i / 4][i % 4] = 0;
+    bool first = true;
+#pragma unroll
+    for (int step = 0; step < Step::kCount; ++step) {
+      if (group < Step::first(step) || group > Step::last(step)) continue;
+#pragma unroll
+      for (int j = 0; j < Step::kNumbers / 2; ++j) {
+        const int of_query = Step::product(step, group) * (Step::kNumbers / 2) + j;
+        queries.load(of_query, first);
+        first = false;
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          const u32* const b = queries.rows(of_query, i);
+          multiply_16_8_16<kF16>(to[i], a, b[0], b[1]);
+        }
+      }
+    }
+  }
 
   QueryFragments queries_;
   float factor_[kRowTiles][2];
-  float sum_[kSums ? kGroups : 1][kSums ? kRowTiles : 1][2];  // of Q, negative
+  float bias_[kBiases ? kGroups : 1][kBiases ? kRowTiles : 1][2];
 };
 
 // P as B of products, times the scales of the `group`-th columns of V.
@@ -382,13 +394,48 @@ __device__ __forceinline__ void weigh(u32 (&weighed)[kRowTiles][kScores / 2], co
   }
 }
 
-// The zero points of two keys of V, negative, as f16.
-__device__ __forceinline__ u32 negative_zero_points(u32 scales, int key, int group) {
-  if constexpr (scale_type(kZeroOfV) == kF16) {
-    const u32 low = load_shared_u16(scale_place<kZeroOfV>(scales, key, group));
-    return __byte_perm(low, load_shared_u16(scale_place<kZeroOfV>(scales, key + 1, group)), 0x5410) ^ 0x80008000;
-  } else {
-    return Half::pack(-load_scale<kZeroOfV>(scales, key, group), -load_scale<kZeroOfV>(scales, key + 1, group));
+// The zero points of V as f16, of this thread's keys of a tile, two of each eight.
+class ZeroPoints {
+ public:
+  // Those of the `group`-th columns: a constant, which grows.
+  __device__ __forceinline__ void load(u32 scales, int group) {
+    if (group % kOfWord != 0) return;
+#pragma unroll
+    for (int i = 0; i < 2 * kEights; ++i) {
+      const int key = i / 2 * 8 + int(thread_column()) + i % 2;
+      if constexpr (kOfWord == 2)
+        words_[i] = load_shared(scale_place<kZeroOfV>(scales, key, group));
+      else
+        words_[i] = Half::pack(load_scale<kZeroOfV>(scales, key, group), 0);
+    }
+  }
+  __device__ __forceinline__ u32 of_eight(int eight, int group) const {
+    return __byte_perm(words_[2 * eight], words_[2 * eight + 1], group % kOfWord == 0 ? 0x5410 : 0x7632);
+  }
+
+ private:
+  enum : int {
+    kEights = kVZeroPoint ? kBlockKeys / 8 : 1,
+    kOfWord = scale_type(kZeroOfV) == kF16 && kVScales % 2 == 0 ? 2 : 1,  // groups
+  };
+  u32 words_[2 * kEights];
+};
+
+// What those of the `group`-th columns make of P, to take away from the products of codes: of the same P as theirs, as
+// no number of f16 is as exact as their difference.
+__device__ __forceinline__ void multiply_zero_points(float (&to)[kRowTiles][4],
+                                                     const u32 (&weighed)[kRowTiles][kScores / 2],
+                                                     const ZeroPoints& zero_points, int group) {
+#pragma unroll
+  for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[i][j] = 0;
+#pragma unroll
+    for (int eight = 0; eight < kBlockKeys / 8; eight += 2) {
+      const u32 z[2] = {zero_points.of_eight(eight, group), zero_points.of_eight(eight + 1, group)};
+      const u32 a[4] = {z[0], z[0], z[1], z[1]};
+      multiply_16_8_16<ElementV::kType>(to[i], a, weighed[i][eight], weighed[i][eight + 1]);
+    }
   }
 }
 
@@ -397,29 +444,40 @@ __device__ __forceinline__ int pairs_before_values(u32 v, u32 scales) {
   return BlockRows<kOfV>::kPiece == kMiddle ? (scales - v) / 2 : 0;
 }
 
-// O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says. Zero points are multiplied with
-// the same P as their codes: no number of f16 is as exact as their difference.
+// O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says.
 __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], const float (&P)[kRowTiles][kScores],
                                                 u32 v, u32 scales) {
   using Step = Steps<kOfV>;
+  enum : int { kOfStep = 2 * Step::kNumbers };
   const u32 lane = threadIdx.x % 32;
   const int pairs_before = pairs_before_values(v, scales);
   ScalesOfKey<kOfV> of_key[kVScales > 0 ? kBlockKeys / 8 : 1];
   u32 weighed[Step::kMixed][kRowTiles][kScores / 2];
+  float of_zero_points[kRowTiles][4];
+  ZeroPoints zero_points;
 #pragma unroll
   for (int eight = 0; kVScales > 0 && eight < kBlockKeys / 8; ++eight)
     of_key[eight] = {scales, 8 * eight + int(thread_row())};
 #pragma unroll
   for (int step = 0; step < Step::kCount; ++step) {
-    const int first = Step::first(step), last = Step::last(step);
-    if (Step::begins(step, first)) weigh(weighed[first % Step::kMixed], P, first, of_key);
-    if (first != last) weigh(weighed[last % Step::kMixed], P, last, of_key);
+    const int first = Step::first(step), groups = Step::last(step) - first + 1;
     // Of columns of two groups, which of two results they have is known in the end: 0 times infinity is NaN.
-    float of_first[Step::kMixed > 1 ? kRowTiles : 1][2 * Step::kNumbers];
+    float of_step[Step::kMixed][kRowTiles][kOfStep];
 #pragma unroll
-    for (int i = 0; i < (Step::kMixed - 1) * kRowTiles * 2 * Step::kNumbers; ++i)
-      of_first[i / (2 * Step::kNumbers)][i % (2 * Step::kNumbers)] =
-          O[i / (2 * Step::kNumbers)][2 * Step::kNumbers * step + i % (2 * Step::kNumbers)];
+    for (int at = 0; at < Step::kMixed; ++at) {
+      const int group = first + at;
+      if (at >= groups) continue;
+      if (Step::begins(step, group)) {
+        weigh(weighed[group % Step::kMixed], P, group, of_key);
+        if constexpr (kVZeroPoint) {
+          zero_points.load(scales, group);
+          multiply_zero_points(of_zero_points, weighed[group % Step::kMixed], zero_points, group);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles * kOfStep; ++i)
+        of_step[at][i / kOfStep][i % kOfStep] = O[i / kOfStep][kOfStep * step + i % kOfStep];
+    }
 #pragma unroll
     for (int keys = 0; keys < kBlockKeys; keys += 32) {
       u32 x[4][Step::kNumbers];
@@ -435,34 +493,28 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
           for (int j = 0; j < CodesOfV::kOfHalf; ++j) x[eight][i * CodesOfV::kOfHalf + j] = numbers[j];
         }
       }
-      u32 less[kVZeroPoint ? 4 : 1];
-#pragma unroll
-      for (int eight = 0; kVZeroPoint && eight < 4; ++eight)
-        less[eight] = negative_zero_points(scales, keys + 8 * eight + int(thread_column()), first);
 #pragma unroll
       for (int pair = 0; pair < 4; pair += 2)
 #pragma unroll
         for (int number = 0; number < Step::kNumbers; number += 2) {
           const u32 a[4] = {x[pair][number], x[pair][number + 1], x[pair + 1][number], x[pair + 1][number + 1]};
 #pragma unroll
-          for (int i = 0; i < kRowTiles; ++i) {
-            const u32* const of_last = weighed[last % Step::kMixed][i] + keys / 8 + pair;
-            multiply_16_8_16<ElementV::kType>(O[i] + 2 * (Step::kNumbers * step + number), a, of_last[0], of_last[1]);
-            if (kVZeroPoint) {
-              const u32 z[4] = {less[pair], less[pair], less[pair + 1], less[pair + 1]};
-              multiply_16_8_16<ElementV::kType>(O[i] + 2 * (Step::kNumbers * step + number), z, of_last[0], of_last[1]);
+          for (int at = 0; at < Step::kMixed; ++at)
+#pragma unroll
+            for (int i = 0; i < kRowTiles; ++i) {
+              if (at >= groups) continue;
+              const u32* const b = weighed[(first + at) % Step::kMixed][i] + keys / 8 + pair;
+              multiply_16_8_16<ElementV::kType>(of_step[at][i] + 2 * number, a, b[0], b[1]);
             }
-            if (first == last) continue;
-            const u32* const others = weighed[first % Step::kMixed][i] + keys / 8 + pair;
-            multiply_16_8_16<ElementV::kType>(of_first[i] + 2 * number, a, others[0], others[1]);
-          }
         }
     }
 #pragma unroll
-    for (int i = 0; i < (Step::kMixed - 1) * kRowTiles * 2 * Step::kNumbers; ++i) {
-      float& o = O[i / (2 * Step::kNumbers)][2 * Step::kNumbers * step + i % (2 * Step::kNumbers)];
-      if (first != last && int(thread_row()) < last + pairs_before)
-        o = of_first[i / (2 * Step::kNumbers)][i % (2 * Step::kNumbers)];
+    for (int i = 0; i < kRowTiles * kOfStep; ++i) {
+      const int row = i / kOfStep, of_row = i % kOfStep;
+      float& o = O[row][kOfStep * step + of_row];
+      o = of_step[0][row][of_row];
+      if (groups > 1 && int(thread_row()) > first + pairs_before) o = of_step[groups - 1][row][of_row];
+      if (kVZeroPoint) o -= of_zero_points[row][of_row % 4];
     }
   }
 }

@@ -38,24 +38,29 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const W
 
 enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
 
+// Where the codes of K have a column, of 16 bytes or of a block.
+__device__ __forceinline__ CodesOfK::Place code_place(int column) {
+  return CodesOfK::place(column % (is_block(StoredK::kType) ? int(kBlockColumns) : 8 * CodesOfK::kOfHalf));
+}
+
 // Where a column of Q lies for products with codes: a lane's word has the columns of two halves of it, and products
 // take two columns of each lane at a time. Rows of blocks begin with so many pairs of bytes that are not theirs.
 __device__ __forceinline__ int query_column(int column, int pairs_before) {
   constexpr int kOfHalf = CodesOfK::kOfHalf, kColumns = 8 * kOfHalf;
   if constexpr (is_block(StoredK::kType)) {
     const int block = column / kBlockColumns;
-    const CodesOfK::Place at = CodesOfK::place(column % kBlockColumns);
+    const CodesOfK::Place at = code_place(column);
     const int pair = pairs_before + block_bytes(StoredK::kType) / 2 * block + 1 + 2 * at.word + at.half;
     const int chunk = pair / 8;
     const int product = products_before_chunk(StoredK::kType, kHeadDim, chunk) + block;
     return (product - first_block(StoredK::kType, chunk)) * kColumns + at.number * 8 + pair % 8;
   }
-  const CodesOfK::Place at = CodesOfK::place(column % kColumns);
+  const CodesOfK::Place at = code_place(column);
   return column / kColumns * kColumns + at.number * 8 + at.word * 2 + at.half;
 }
 
-// Makes the Q of a block of rows, which is there as memory has it, one of f16 in that order, and bf16 as large as f16
-// may be: rows are divided by powers of 2. By all threads, between barriers.
+// Makes the Q of a block of rows, which is there as memory has it, one of f16 in that order, as large as f16 may be:
+// rows are divided by powers of 2. By all threads, between barriers.
 __device__ __forceinline__ void prepare_queries(int pairs_before) {
   enum : int { kOfLane = (kHeadDim + 31) / 32, kWarps = kComputeThreads / 32 };
   const int lane = threadIdx.x % 32;
@@ -72,16 +77,17 @@ __device__ __forceinline__ void prepare_queries(int pairs_before) {
       x[i] = lane + 32 * i < kHeadDim ? load_shared_u16(place(row, lane + 32 * i)) : 0;
       largest = max(largest, x[i] & 0x7fff);
     }
-    float factor = 1;
-    if (StoredQ::kType == kBF16) {
 #pragma unroll
-      for (int step = 1; step < 32; step *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
-      const int exponent = min(max(int(largest >> 7), 15), 254);  // the largest becomes 2^14 and more
-      factor = __int_as_float((exponent - 14) << 23);
-      const float inverse = __int_as_float((268 - exponent) << 23);
+    for (int step = 1; step < 32; step *= 2) largest = max(largest, __shfl_xor_sync(0xffffffff, largest, step));
+    // That of f32; the largest becomes 2^14 and more.
+    const int of_f32 = StoredQ::kType == kBF16 ? int(largest >> 7) : int(largest >> 10) + 112;
+    const int exponent = min(max(of_f32, 15), 254);
+    const float factor = __int_as_float((exponent - 14) << 23), inverse = __int_as_float((268 - exponent) << 23);
 #pragma unroll
-      for (int i = 0; i < kOfLane; ++i)
-        x[i] = Half::pack(StoredQ::to_float(static_cast<unsigned short>(x[i])) * inverse, 0) & 0xffff;
+    for (int i = 0; i < kOfLane; ++i) {
+      // Codes may come multiplied by different powers of 2.
+      const float of_codes = CodesOfK::scale(code_place(lane + 32 * i).number) / CodesOfK::scale(0);
+      x[i] = Half::pack(StoredQ::to_float(static_cast<unsigned short>(x[i])) * (inverse * of_codes), 0) & 0xffff;
     }
     __syncwarp();
     if constexpr (is_block(StoredK::kType)) {  // products with what is no code of their block

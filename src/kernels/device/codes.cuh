@@ -10,11 +10,16 @@ __device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 flipped) {
 }
 
 // A word has kOfHalf codes in each half. numbers() makes words of two of f16: x[j] has the j-th code of the lower half
-// and the j-th of the upper one. is_finite(): whether all codes of a word are numbers. Elements of 16 bits are codes
-// that stay what they are.
+// and the j-th of the upper one. Those of integers are subnormal, as their bits say: code + kBias in units of
+// 1 / scale(j). is_finite(): whether all codes of a word are numbers. Elements of 16 bits are codes that stay what they
+// are.
 template <Element type>
 struct Codes {
-  enum : int { kOfHalf = max_of(16 / bits_of(type), 1) };
+  enum : int {
+    kOfHalf = max_of(16 / bits_of(type), 1),
+    kIntegers = type == kInt8 || type == kQ8_0 || (is_code(type) && bits_of(type) == 4),
+    kBias = kIntegers ? 1 << (bits_of(type) - 1) : 0,
+  };
   using Number = ElementType<is_code(type) ? kF16 : type>;
 
   // Where a column of 16 bytes of codes is: in which half of which word, and the how manieth of it.
@@ -38,24 +43,27 @@ struct Codes {
     } else if constexpr (type == kE5M2) {  // the upper half of f16
       x[0] = __byte_perm(word, 0, 0x2404);
       x[1] = __byte_perm(word, 0, 0x3414);
-    } else if constexpr (type == kInt8 || type == kQ8_0) {  // 1024 + u is 0x6400 | u
-      const u32 u = word ^ 0x80808080;
-      x[0] = Half::add(__byte_perm(u, 0x64646464, 0x4240), 0xe480e480);
-      x[1] = Half::add(__byte_perm(u, 0x64646464, 0x4341), 0xe480e480);
-    } else if constexpr (bits_of(type) == 4) {  // and 64 + u is 0x5400 | u << 4
+    } else if constexpr (kIntegers && kOfHalf == 2) {
+      x[0] = and_xor(word, 0x00ff00ff, 0x00800080);
+      x[1] = and_xor(word >> 8, 0x00ff00ff, 0x00800080);
+    } else if constexpr (kIntegers) {
 #pragma unroll
       for (int i = 0; i < 4; i += 2) {
-        const u32 pairs = word >> 4 * i;
-        x[i] = Half::add(and_xor(pairs, 0x000f000f, 0x64006400 ^ kSigns), 0xe408e408);
-        x[i + 1] = Half::add(and_xor(pairs, 0x00f000f0, 0x54005400 ^ kSigns << 4), 0xd480d480);
+        x[i] = and_xor(word >> 4 * i, 0x000f000f, kSigns);
+        x[i + 1] = and_xor(word >> 4 * i, 0x00f000f0, kSigns << 4);
       }
     } else {
       x[0] = word;
     }
   }
 
-  // Of codes of 4 bits in two's complement, which become u of -8 + u by their sign.
+  // Of codes of 4 bits in two's complement, which become code + kBias by their sign.
   static constexpr u32 kSigns = type == kInt4 ? 0x00080008 : 0;
+
+  // By what the j-th numbers are multiplied to be codes, and two of -kBias among them.
+  static __device__ constexpr int bits_below(int j) { return kOfHalf == 4 ? j % 2 * 4 : 0; }
+  static __device__ constexpr float scale(int j) { return kIntegers ? 0x1p24f / (1 << bits_below(j)) : 1; }
+  static __device__ constexpr u32 minus_bias(int j) { return (0x8000u | kBias << bits_below(j)) * 0x10001u; }
 
   // Only floats have codes that are none.
   static __device__ __forceinline__ bool is_finite(u32 word) {
@@ -79,6 +87,30 @@ struct Codes {
       if (is_finite(of_code)) kept |= of_code;
     }
     return kept;
+  }
+};
+
+// The same with numbers that are what their codes stand for, by a subtraction more for two.
+template <Element type>
+struct ExactCodes : Codes<type> {
+  using Base = Codes<type>;
+  enum : int { kOfHalf = Base::kOfHalf };
+
+  static __device__ __forceinline__ void numbers(u32 word, u32 (&x)[kOfHalf]) {
+    if constexpr (Base::kIntegers && kOfHalf == 2) {  // 1024 + u is 0x6400 | u
+      const u32 u = word ^ 0x80808080;
+      x[0] = Half::add(__byte_perm(u, 0x64646464, 0x4240), 0xe480e480);
+      x[1] = Half::add(__byte_perm(u, 0x64646464, 0x4341), 0xe480e480);
+    } else if constexpr (Base::kIntegers) {  // and 64 + u is 0x5400 | u << 4
+#pragma unroll
+      for (int i = 0; i < 4; i += 2) {
+        const u32 pairs = word >> 4 * i;
+        x[i] = Half::add(and_xor(pairs, 0x000f000f, 0x64006400 ^ Base::kSigns), 0xe408e408);
+        x[i + 1] = Half::add(and_xor(pairs, 0x00f000f0, 0x54005400 ^ Base::kSigns << 4), 0xd480d480);
+      }
+    } else {
+      Base::numbers(word, x);
+    }
   }
 };
 
