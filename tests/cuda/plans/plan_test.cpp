@@ -327,6 +327,25 @@ TEST(Sm90Plan, TakesTheMeasuredTiles) {
   }
 }
 
+// And with score_mod, where there are blocks for all SMs.
+TEST(Sm90Plan, TakesTheMeasuredTilesOfExpressions) {
+  const auto tile = [](int64_t s, int64_t batch, const char* score_mod, const char* mask_mod) {
+    test::ForwardCall call = test::forward_call(
+        {.batch = batch, .sq = s, .sk = s, .hq = 16, .hk = 16, .d = 64, .mask = causal()});
+    if (score_mod != nullptr) call.options.score_mod = parse_expression(score_mod);
+    if (mask_mod != nullptr) call.options.mask_mod = parse_expression(mask_mod);
+    const ForwardPlan plan = plan_of(make_problem(call.args, call.options));
+    return std::pair(plan.consumers, plan.block_keys);
+  };
+  constexpr const char* kScore = "score + 0.5 * abs(delta)";
+  for (const int64_t s : {2048, 8192, 32768}) {
+    EXPECT_EQ(tile(s, 32768 / s, kScore, nullptr), std::pair(3, 112));
+    EXPECT_EQ(tile(s, 32768 / s, nullptr, "q // 1024 == k // 1024"), std::pair(1, 128));
+    EXPECT_EQ(tile(s, 32768 / s, kScore, "q // 1024 == k // 1024"), std::pair(1, 128));
+  }
+  EXPECT_EQ(tile(512, 1, kScore, nullptr), std::pair(1, 128));
+}
+
 // Batch 1 and 2 of short sequences, on an H100: a warpgroup alone with its rows, two of them on a
 // SM where there are more than 132 and their memory fits, and larger blocks where there
 // is more to do.
