@@ -285,7 +285,7 @@ inline int64_t tile_decode_scratch(const Problem& p, int64_t heads, int64_t rows
 template <class Products>
 void tile_decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key_begin,
                  int64_t key_end, float* states, float* scratch) {
-  if (first.rows() < kTileDecodeLeast) {
+  if (first.rows() < kTileDecodeLeast || first.problem.has(Arg::kBias)) {  // which vectors add
     return decode(first, args, heads, key_begin, key_end, states, scratch);
   }
   TileDecode<Products> task(first, args, heads, scratch);
