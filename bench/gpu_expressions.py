@@ -1,13 +1,15 @@
 """Times calls with score_mod and mask_mod on a GPU and PyTorch's compiled flex_attention: TFLOP/s of the scores that
-are seen, and microseconds of the kernels that map tiles. Each case is a process, so that compilers run at once; they
-take turns at the GPU, of which the first comes when all are ready.
+are seen, and with --map microseconds of the kernels that map tiles. A call has 16384 tokens, or one sequence that is
+longer. Each case is a process, so that compilers run at once; they take turns at the GPU, of which the first comes when
+all are ready.
 
-    gpu_expressions.py LIBFULGUR [--tokens N] [--dim D] [--deterministic] [CASE...]
+    gpu_expressions.py LIBFULGUR [CASE...] [--tokens N...] [--dim D] [--deterministic] [--map]
 """
 
 import argparse
 import ctypes
 import fcntl
+import os
 import statistics
 import subprocess
 import sys
@@ -15,9 +17,10 @@ import tempfile
 
 import fulgur_c
 import torch
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-BATCH, TOKENS, HEADS, DIM = 2, 8192, 16, 128  # TOKENS, DIM: unless options say otherwise
+ALL_TOKENS, HEADS = 16384, 16
+BATCH, TOKENS, DIM = 2, 8192, 128  # of a process; the latter two unless options say otherwise
 DOCUMENT, WINDOW, PREFIX = 1024, 1024, 1024
 FULL, CAUSAL = -1, 0  # of window_right
 
@@ -130,14 +133,31 @@ def map_microseconds(run):
     return min((ranges[i + count - 1].end - ranges[i].start for i in range(0, len(ranges), count or 1)), default=0)
 
 
-def measure(library, name, lock, deterministic):
+def measure(library, name, lock, deterministic, maps):
     """Of one case, when no process uses the GPU any more to prepare its own."""
     with open(lock, "w") as turn:
         fcntl.flock(turn, fcntl.LOCK_SH)
         case = prepare(library, name, deterministic)
         torch.cuda.synchronize()
         fcntl.flock(turn, fcntl.LOCK_EX)
-        report(name, *case)
+        report(name, maps, *case)
+
+
+def block_mask_of(mask, size):
+    """Flex's lists of blocks, and how many scores are seen, without a tensor of all scores."""
+    keys, some, whole, seen = torch.arange(TOKENS, device="cuda"), [], [], 0
+    for first in range(0, TOKENS, size):
+        rows = torch.arange(first, first + size, device="cuda")[:, None]
+        shown = torch.stack([mask(b, 0, rows, keys[None]).expand(size, TOKENS) for b in range(BATCH)])
+        blocks = shown.view(BATCH, size, TOKENS // size, size)
+        some.append(blocks.any(3).any(1))
+        whole.append(blocks.all(3).all(1))
+        seen += shown.sum()
+    some, whole = torch.stack(some, 1)[:, None], torch.stack(whole, 1)[:, None]
+    lists = []
+    for blocks in (some & ~whole, whole):
+        lists += [blocks.sum(-1).int(), blocks.int().argsort(dim=-1, descending=True, stable=True).int()]
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=size, mask_mod=mask), seen.item()
 
 
 def prepare(library, name, deterministic):
@@ -157,26 +177,20 @@ def prepare(library, name, deterministic):
     ours = {"forward": prepared(lib, "forward", qkv | {"out": out, "lse": lse}, bound, options),
             "backward": prepared(lib, "backward", qkv | {"dout": dout, "out": out, "lse": lse} | grads, bound, options)}
     size = int(name.split()[-1]) if name.startswith("blocks") else 128
-    block_mask = flex_mask and create_block_mask(flex_mask(known), BATCH, None, TOKENS, TOKENS, device="cuda",
-                                                 BLOCK_SIZE=size)
+    block_mask, seen = block_mask_of(flex_mask(known), size) if flex_mask else (None, BATCH * TOKENS**2)
     heads_first = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-    compiled = torch.compile(flex_attention)
+    compiled = torch.compile(flex_attention, dynamic=False)
     scored = flex_score and flex_score(known)
     flex = lambda: compiled(*heads_first, score_mod=scored, block_mask=block_mask)  # noqa: E731
     with torch.no_grad():
         flex()  # which is another graph
     y = flex()
     torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)
-    seen = torch.zeros((), device="cuda", dtype=torch.int64)
-    rows, keys = torch.arange(TOKENS, device="cuda")[:, None], torch.arange(TOKENS, device="cuda")[None]
-    for b in range(BATCH):
-        shown = flex_mask(known)(b, 0, rows, keys) if flex_mask else torch.ones(TOKENS, TOKENS, device="cuda")
-        seen += shown.sum().long()
     backward = lambda: torch.autograd.grad(y, heads_first, dout.transpose(1, 2), retain_graph=True)  # noqa: E731
-    return ours, (out, grads), (flex, y, backward), seen.item()
+    return ours, (out, grads), (flex, y, backward), seen
 
 
-def report(name, ours, results, peer, seen):
+def report(name, maps, ours, results, peer, seen):
     (out, grads), (flex, y, backward) = results, peer
     cells = []
     for which, run in ours.items():
@@ -184,33 +198,40 @@ def report(name, ours, results, peer, seen):
         mine = milliseconds(run)
         with torch.no_grad() if which == "forward" else torch.enable_grad():
             theirs = milliseconds(flex if which == "forward" else backward)
-        cells.append(f"{flops / mine / 1e9:.0f} | {flops / theirs / 1e9:.0f} | {theirs / mine:.2f} | "
-                     f"{map_microseconds(run):.1f} of {1e3 * mine:.0f} us")
+        cells.append(f"{flops / mine / 1e9:.0f} | {flops / theirs / 1e9:.0f} | {theirs / mine:.2f}")
+        if maps:
+            cells.append(f"{map_microseconds(run):.1f} of {1e3 * mine:.0f} us")
     pairs = [(out, y), *zip(grads.values(), backward())]
     worst = max(((a.float() - b.transpose(1, 2).float()).norm() / b.float().norm()).item() for a, b in pairs)
-    print(f"| {name} | {' | '.join(cells)} | {worst:.4f} |", flush=True)
+    print(f"| {name} | {BATCH} x {TOKENS} | {' | '.join(cells)} | {worst:.4f} |", flush=True)
 
 
 def main():
-    global TOKENS, DIM
+    global BATCH, TOKENS, DIM
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library")
     parser.add_argument("cases", nargs="*")
-    parser.add_argument("--tokens", type=int, default=TOKENS)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[TOKENS])
     parser.add_argument("--dim", type=int, default=DIM)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--map", action="store_true")
     parser.add_argument("--lock", help=argparse.SUPPRESS)
     args = parser.parse_intermixed_args()
-    TOKENS, DIM = args.tokens, args.dim
     if args.lock:
-        return measure(args.library, args.cases[0], args.lock, args.deterministic)
-    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {BATCH} x {TOKENS}, {HEADS} heads, "
-          f"d {DIM}, bf16{', deterministic' * args.deterministic}")
-    print("| case | forward | Flex | ratio | map | backward | Flex | ratio | map | difference from Flex |", flush=True)
+        TOKENS, DIM = args.tokens[0], args.dim
+        BATCH = max(1, ALL_TOKENS // TOKENS)
+        return measure(args.library, args.cases[0], args.lock, args.deterministic, args.map)
+    print(f"{torch.cuda.get_device_name()}, PyTorch {torch.__version__}: {HEADS} heads, d {args.dim}, bf16"
+          f"{', deterministic' * args.deterministic}")
+    of_map = " | map" * args.map
+    print(f"| case | tokens | forward | Flex | ratio{of_map} | backward | Flex | ratio{of_map} | difference from Flex |",
+          flush=True)
     with tempfile.NamedTemporaryFile() as lock:
-        jobs = [subprocess.Popen([sys.executable, __file__, args.library, "--tokens", str(TOKENS), "--dim", str(DIM),
-                                  *["--deterministic"] * args.deterministic, "--lock", lock.name, name])
-                for name in args.cases or CASES]
+        jobs = [subprocess.Popen([sys.executable, __file__, args.library, "--tokens", str(tokens), "--dim",
+                                  str(args.dim), *["--deterministic"] * args.deterministic, *["--map"] * args.map,
+                                  "--lock", lock.name, name],
+                                 env=os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"})
+                for tokens in args.tokens for name in args.cases or CASES]
         return max(job.wait() for job in jobs)
 
 
