@@ -12,6 +12,7 @@
 #include "fulgur/error.h"
 #include "io/array.h"
 #include "io/file.h"
+#include "io/npy.h"
 #include "svg.h"
 
 namespace fulgur::app {
@@ -23,6 +24,8 @@ struct ExplainRequest {
   bool backward = false;
   int64_t page = 0;
   std::string svg, algorithm;  ///< instead of that of the flags
+  std::string bias_file;
+  io::Array bias;
   bool json = false;
   Ranks ranks{1, 0, {375e9, 5e-6}, {50e9, 15e-6}};  // node 0: all ranks
   OptionFlags flags;
@@ -33,6 +36,12 @@ struct ExplainRequest {
     if (!algorithm.empty()) options.algorithm = algorithm;
     expressions.set(&options);
     return options;
+  }
+  /// Values of a bool mask join those of the tensors of expressions.
+  std::vector<TensorBinding> values() const {
+    std::vector<TensorBinding> all = expressions.bindings();
+    if (bias.given() && bias.dtype() == DType::kBool) all.push_back({"bias", bias.tensor(), {}});
+    return all;
   }
 };
 
@@ -55,13 +64,18 @@ Plan plan_of(const ExplainRequest& r) {
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {s.batch, s.hq, s.sq}, device);
   std::vector<TensorBinding> tensors = r.expressions.bindings();
   for (TensorBinding& t : tensors) t.tensor.device = device;
+  Tensor bias = r.bias.tensor();
+  bias.data = nullptr;
+  bias.device = device;
   if (r.backward) {
     BackwardArgs args{out, q, k, v, out, lse, q, k, v};
     args.tensors = tensors;
+    args.bias = bias;
     return plan_of(r, args);
   }
   ForwardArgs args{q, k, v, out, lse};
   args.tensors = tensors;
+  args.bias = bias;
   if (r.page == 0) return plan_of(r, args);
   if (s.sk > std::numeric_limits<int32_t>::max()) {
     io::fail("--page", "got {} keys, want at most 2^31 - 1 in a cache", s.sk);
@@ -155,9 +169,10 @@ std::string counts_of(ExplainRequest& r) {
 
 void explain(ExplainRequest& r) {
   r.expressions.read();
+  if (!r.bias_file.empty()) r.bias = io::read_npy(r.bias_file, "--bias " + r.bias_file);
   const Plan plan = plan_of(r);
   const std::string by_ranks = forecast_of(r, plan);
-  const std::vector<TensorBinding> tensors = r.expressions.bindings();
+  const std::vector<TensorBinding> tensors = r.values();
   if (!r.svg.empty()) {
     const ShapeFlags s = r.shape.complete();
     if (s.batch * s.sq * s.hq == 0) io::fail("--svg", "a call without queries has no tiles");
@@ -200,6 +215,11 @@ void add_explain(CLI::App& app) {
       ->excludes(backward);
   r->flags.add_to(*command);
   r->expressions.add_to(*command);
+  command
+      ->add_option("--bias", r->bias_file,
+                   "A dense bias, (1 or batch, 1 or HQ, 1 or SQ, SK); of bools also what it hides "
+                   "of the tiles")
+      ->type_name("F.npy");
   auto* json = command->add_flag("--json", r->json, "The plan as data, a JSON object");
   auto* ranks =
       add_whole(*command, "--ranks", r->ranks.count,

@@ -205,7 +205,8 @@ class FULGUR_API Plan {
   /// it, by peaks of the machine that are measured in some 10 to 40 ms when first asked for.
   std::string explain() const;
   /// With what mask_mod hides of the tiles, by the values of the tensors that it indexes, of those
-  /// planned for, in host memory.
+  /// planned for, in host memory; likewise what a bool mask does, whose values are those of
+  /// "bias".
   std::string explain(std::span<const TensorBinding> tensors) const;
   /// The same as data. Of every plan: `engine`; `call`, which has its pass, dtype, device, sizes
   /// and options; `bytes` and, where the host knows the lengths, `flops`; `workspace_bytes`;
@@ -227,8 +228,8 @@ class FULGUR_API Plan {
   /// The tiles of sequence b, of the lengths that were planned for, as the mask shows them,
   /// whatever mask_mod hides. Throws as flops() does.
   TileMap tiles(int64_t b = 0) const;
-  /// Likewise of q head h with mask_mod, by the values of the tensors, as explain() has them. A
-  /// tile is empty or full where that follows without a look at each score.
+  /// Likewise of q head h with mask_mod and a bool mask, by the values of the tensors, as explain()
+  /// has them. By mask_mod a tile is empty or full where that follows without a look at each score.
   TileMap tiles(int64_t b, std::span<const TensorBinding> tensors, int64_t h = 0) const;
 
  private:

@@ -1,6 +1,7 @@
 /// What a plan says of itself, to people and as data.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cmath>
 #include <string>
 #include <utility>
@@ -153,17 +154,25 @@ std::string Plan::explain() const {
 std::string Plan::explain(std::span<const TensorBinding> tensors) const {
   const Problem& p = impl_->problem;
   std::string s = explain();
-  if (!p.expressions.masks() || !impl_->lengths || p.hq == 0) return s;
-  constexpr double kMaxTiles = 1 << 22;  // a second or so
-  double all = 0, of_tile[3] = {};
+  const bool has_mask = p.has(Arg::kBias) && p.bias.dtype == DType::kBool &&
+                        std::any_of(tensors.begin(), tensors.end(),
+                                    [](const TensorBinding& t) { return t.name == "bias"; });
+  if ((!p.expressions.masks() && !has_mask) || !impl_->lengths || p.hq == 0) return s;
+  constexpr double kMaxTiles = 1 << 22, kMaxScores = 0x1p31;  // a second or so
+  double all = 0, scores = 0, of_tile[3] = {};
   const Explanation e = impl_->executable->explain();
   for (const Sequence& its : *impl_->lengths) {
     all += std::ceil(static_cast<double>(its.sq) / static_cast<double>(e.Br)) *
            std::ceil(static_cast<double>(its.sk) / static_cast<double>(e.Bc));
+    scores += static_cast<double>(its.sq) * static_cast<double>(its.sk);
   }
-  if (p.alike()) all *= static_cast<double>(p.batch);
-  if (all > kMaxTiles) {
-    return s + fmt::format("tiles     {:.0f}: too many to look at what mask_mod hides\n", all);
+  if (p.alike()) {
+    all *= static_cast<double>(p.batch);
+    scores *= static_cast<double>(p.batch);
+  }
+  if (all > kMaxTiles || (has_mask && scores > kMaxScores)) {
+    return s + fmt::format("tiles     {:.0f}: too many to look at what {} hides\n", all,
+                           p.expressions.masks() ? "mask_mod" : "bias");
   }
   for (int64_t b = 0; b < p.batch; ++b) {
     for (const Tile tile : tiles(b, tensors).tiles) ++of_tile[static_cast<int>(tile)];

@@ -70,17 +70,20 @@ const std::vector<Sequence>& known_lengths(const Plan::Impl& impl, const char* w
               fmt::format("{}: the lengths of the sequences are on the device", what));
 }
 
+/// Checks that a tensor has values in host memory.
+void check_values(const TensorBinding& t) {
+  const char* const name = t.name.c_str();
+  if (t.tensor.device.type != DeviceType::kCpu) {
+    fail(name, "is on {}, want its values in host memory", name_of(t.tensor.device));
+  }
+  if (t.tensor.data == nullptr && t.tensor.numel() > 0) fail(name, "data is null");
+}
+
 /// The tensors that expressions index, checked to be as planned but in host memory, with their
 /// values.
 std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
                                             std::span<const TensorBinding> tensors) {
-  for (const TensorBinding& t : tensors) {
-    const char* const name = t.name.c_str();
-    if (t.tensor.device.type != DeviceType::kCpu) {
-      fail(name, "is on {}, want its values in host memory", name_of(t.tensor.device));
-    }
-    if (t.tensor.data == nullptr && t.tensor.numel() > 0) fail(name, "data is null");
-  }
+  for (const TensorBinding& t : tensors) check_values(t);
   const auto check = [&](const auto& planned) {
     auto args = planned;
     args.tensors.assign(tensors.begin(), tensors.end());
@@ -92,6 +95,65 @@ std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
   };
   std::visit(check, impl.planned);
   return impl.problem.expressions.bound(tensors);
+}
+
+/// A bool mask with its values, and the tensors that expressions index.
+struct GivenTensors {
+  ConstTensor mask{};
+  std::vector<TensorBinding> of_expressions;
+};
+
+/// Of tensors as Plan::explain() takes them. A mask is checked likewise.
+GivenTensors given_tensors(const Plan::Impl& impl, std::span<const TensorBinding> tensors) {
+  const ConstTensor planned = std::visit([](const auto& args) { return args.bias; }, impl.planned);
+  const auto indexed = std::visit([](const auto& args) { return args.tensors; }, impl.planned);
+  const auto is_mask = [](const TensorBinding& t) { return t.name == "bias"; };
+  const bool has_mask = planned.given() && planned.dtype == DType::kBool &&
+                        std::none_of(indexed.begin(), indexed.end(), is_mask);
+  GivenTensors given;
+  for (const TensorBinding& t : tensors) {
+    if (!has_mask || !is_mask(t)) {
+      given.of_expressions.push_back(t);
+      continue;
+    }
+    check_values(t);
+    given.mask = t.tensor;
+    const auto check = [&](const auto& as_planned) {
+      auto args = as_planned;
+      args.bias = given.mask;
+      args.bias.device = planned.device;
+      check_as_planned(as_planned, args);
+    };
+    std::visit(check, impl.planned);
+  }
+  return given;
+}
+
+/// Makes what a bool mask hides of the tiles of a sequence and q head empty, and what it shows in
+/// part partial.
+void hide(const ConstTensor& mask, int64_t b, int64_t h, const Sequence& s, TileMap* map) {
+  const auto stride = [&](int i) { return mask.shape[i] == 1 ? 0 : mask.strides[i]; };
+  const auto* const values =
+      static_cast<const unsigned char*>(mask.data) + b * stride(0) + h * stride(1);
+  const int64_t row = stride(2), key = stride(3);
+  const auto tile_of = [&](int64_t i0, int64_t j0) {
+    bool shows = false, hides = false;
+    for (int64_t i = i0; i < std::min(s.sq, i0 + map->Br); ++i) {
+      for (int64_t j = j0; j < std::min(s.sk, j0 + map->Bc); ++j) {
+        const bool seen = values[i * row + j * key] != 0;
+        shows = shows || seen;
+        hides = hides || !seen;
+      }
+      if (shows && hides) return Tile::kPartial;
+    }
+    return shows ? Tile::kFull : Tile::kEmpty;
+  };
+  for (int64_t n = 0; n < map->rows * map->cols; ++n) {
+    Tile& tile = map->tiles[n];
+    if (tile == Tile::kEmpty) continue;
+    const Tile is = tile_of(n / map->cols * map->Br, n % map->cols * map->Bc);
+    if (is != Tile::kFull) tile = is;
+  }
 }
 
 /// The engine's plan of a problem that it computes.
@@ -179,12 +241,14 @@ TileMap Plan::tiles(int64_t b, std::span<const TensorBinding> tensors, int64_t h
   const Problem& p = impl_->problem;
   TileMap map = tiles(b);
   if (h < 0 || h >= p.hq) fail("h", "got {}, want a q head of {}", h, p.hq);
-  const std::vector<TensorBinding> bound = bound_as_planned(*impl_, tensors);
+  const GivenTensors given = given_tensors(*impl_, tensors);
+  const std::vector<TensorBinding> bound = bound_as_planned(*impl_, given.of_expressions);
+  const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
+  const Sequence& s = lengths[std::min<size_t>(b, lengths.size() - 1)];
+  if (given.mask.given()) hide(given.mask, b, h, s, &map);
   if (!p.expressions.masks()) return map;
   std::vector<ConstTensor> data;
   for (const TensorBinding& t : bound) data.push_back(t.tensor);
-  const std::vector<Sequence>& lengths = known_lengths(*impl_, "tiles");
-  const Sequence& s = lengths[std::min<size_t>(b, lengths.size() - 1)];
   expression::hide(expression::StagedGraph(p.expressions.graph(false)), data, place_of(p, b, h, s),
                    &map);
   return map;

@@ -1,4 +1,5 @@
 // Which keys a query sees, and what a tile needs, against the definition of the mask.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -231,6 +232,56 @@ TEST(CpuTiles, ArePanels) {
       EXPECT_EQ(p.details().get<int64_t>("Br"), Br);
     }
   }
+}
+
+// What a bool mask hides, by its values; those of another head and sequence are others.
+TEST(MaskTiles, AreThoseOfTheMask) {
+  constexpr int64_t sq = 300, sk = 420, hq = 2, batch = 2;
+  const auto shown = [](int64_t b, int64_t h, int64_t i, int64_t j) {
+    return (i / 70 + j / 90 + h) % 2 == 0 || (b == 1 && i == 299);
+  };
+  std::vector<unsigned char> values;
+  for (int64_t at = 0; at < batch * hq * sq * sk; ++at)
+    values.push_back(shown(at / (hq * sq * sk), at / (sq * sk) % hq, at / sk % sq, at % sk) ? 7
+                                                                                            : 0);
+  const auto q = Tensor::contiguous(nullptr, DType::kF32, {batch, sq, hq, 16}),
+             k = Tensor::contiguous(nullptr, DType::kF32, {batch, sk, hq, 16}),
+             lse = Tensor::contiguous(nullptr, DType::kF32, {batch, hq, sq});
+  ForwardArgs args{q, k, k, q, lse};
+  args.bias = Tensor::contiguous(nullptr, DType::kBool, {batch, hq, sq, sk});
+  const Plan p = plan(args, {.mask = causal(), .engine = "cpu"});
+  std::vector<TensorBinding> given = {
+      {"bias", Tensor::contiguous(values.data(), DType::kBool, {batch, hq, sq, sk}), {}}};
+  double hidden = 0;
+  for (int64_t b = 0; b < batch; ++b) {
+    for (int64_t h = 0; h < hq; ++h) {
+      const TileMap band = p.tiles(b), map = p.tiles(b, given, h);
+      for (int64_t n = 0; n < map.rows * map.cols; ++n) {
+        const int64_t i0 = n / map.cols * map.Br, j0 = n % map.cols * map.Bc;
+        bool any = false, all = true;
+        for (int64_t i = i0; i < std::min(sq, i0 + map.Br); ++i) {
+          for (int64_t j = j0; j < std::min(sk, j0 + map.Bc); ++j) {
+            any = any || shown(b, h, i, j);
+            all = all && shown(b, h, i, j);
+          }
+        }
+        const Tile want = !any ? Tile::kEmpty : all ? Tile::kFull : Tile::kPartial;
+        EXPECT_EQ(map.tiles[n], band.tiles[n] == Tile::kEmpty ? Tile::kEmpty
+                                : want == Tile::kFull         ? band.tiles[n]
+                                                              : want);
+        if (h == 0) hidden += map.tiles[n] == Tile::kEmpty;
+      }
+    }
+  }
+  const std::string text = p.explain(given);
+  EXPECT_NE(text.find(fmt::format("\ntiles     of q head 0: {:.0f} hidden, ", hidden)), text.npos)
+      << text;
+  EXPECT_EQ(p.explain({}), p.explain());
+  given[0].tensor.shape[0] = 1;
+  const std::string wrong = message_of([&] { p.explain(given); });
+  EXPECT_TRUE(wrong.starts_with("bias: got ") && wrong.ends_with(" as planned")) << wrong;
+  given[0].tensor.data = nullptr;
+  EXPECT_EQ(message_of([&] { p.tiles(0, given); }), "bias: data is null");
 }
 
 TEST_P(PlanNumbers, FlopsAndBytes) {

@@ -224,6 +224,22 @@ def test_explain_counts_the_tiles_of_expressions(tmp_path):
     fails("explain", "--mask-mod", "k < t[q]", "--tensor", "t", code=2, says=["--tensor"])
 
 
+def test_explain_counts_the_tiles_of_a_bool_mask(tmp_path):
+    document = np.arange(1024) // 256
+    np.save(tmp_path / "mask.npy", (document[:, None] == document)[None, None])
+    call = ["--sq", "1024", "--bias", "mask.npy"]
+    for more in ([], ["--backward"], ["--card", "h200", "--dtype", "bf16"]):
+        stdout = succeeds("explain", *call, *more, cwd=tmp_path)
+        hidden, full, part = map(int, re.search(
+            r"^tiles +of q head 0: (\d+) hidden, (\d+) shown in full, (\d+) in part$", stdout, re.M
+        ).groups())  # fmt: skip
+        assert hidden > full > 0 and part < full and ", bias" in stdout
+    np.save(tmp_path / "numbers.npy", np.zeros((1, 1, 1024, 1024), np.float32))
+    assert "tiles  " not in succeeds("explain", "--sq", "1024", "--bias", "numbers.npy", cwd=tmp_path)
+    fails("explain", "--sq", "1000", "--bias", "mask.npy", cwd=tmp_path, says=["bias", "1024"])
+    fails("explain", "--bias", "no.npy", cwd=tmp_path, says=["--bias no.npy"])
+
+
 def test_the_tile_map_of_a_long_sequence_stays_small(tmp_path):
     for flags in (["--sq", "100000", "--causal"], ["--sq", "1", "--sk", "90000"], ["--sk", "0"]):
         succeeds("explain", *flags, "--svg", tmp_path / "t.svg")
