@@ -79,7 +79,7 @@ int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
   constexpr int64_t kFewRows = 256;
   const bool few =
       plan.dq_method == DqMethod::kAtomic && p.sq <= kFewRows && one_round(p, plan.block_keys, sms);
-  const bool more = plan.has_score_slope() || plan.dropout || plan.bias != 0;
+  const bool more = plan.has_score_slope() || plan.dropout || plan.bias_tile() != 0;
   return has_one_panel(plan) && !more && !few ? 128 : 64;
 }
 

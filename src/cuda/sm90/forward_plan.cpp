@@ -28,7 +28,8 @@ using kernels::Work;
 kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
   return kernels::forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, plan.consumers,
                                   plan.block_keys, plan.q_stages, plan.k_stages, plan.v_stages,
-                                  plan.bias_tile(), plan.bias_rows, plan.pairs, plan.maps_tiles});
+                                  plan.bias_tile(), plan.bias_rows, plan.pairs, plan.maps_tiles,
+                                  plan.mask_bits});
 }
 
 /// Registers a thread that setmaxnreg gives to producer and consumers.

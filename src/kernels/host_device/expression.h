@@ -42,6 +42,7 @@ struct SeenWords {
 // accumulators: of a strip of 64 rows of scores over 64 keys, or, where kernels walk by keys, of 64 keys over a strip.
 // A bit is 1 where a key is seen, and where there is no row; 0 where there is no key.
 enum : int { kMaskWordColumns = 64, kMaskThreads = 128 };
+FULGUR_SHARED int mask_words(int columns) { return (columns + kMaskWordColumns - 1) / kMaskWordColumns; }
 struct MaskBits {
   u32* words;                    // [batches][heads][strips, or 64 keys][tiles][words of a tile][kMaskThreads]
   u32* states;                   // of the words of all threads, a byte of MaskStates of each warp

@@ -24,7 +24,7 @@ struct KeyWalk {
   int last;                    // and ends after this one
   int skip_front, skip_back;   // tiles of the q tile before and after those, of which the strip sees nothing
   int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows; with a map what consumers
-                               // hear of a tile, ToldTile::partial, and with kMaskBits where the strip's words begin
+                               // hear of a tile, ToldTile::partial, with kMaskBits bits of TileHides
   int sk;
   int diagonal;  // of the first row
 
@@ -53,20 +53,25 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
           diagonal_of(band, n, row)};
 }
 
+enum TileHides : int { kBoundsHide = 1, kBitsHide = 2 };  // the bounds of the call; a mask, whose words come with K
+
+// What the producer tells of a tile ahead, kMaskBits, and what it hides; -1: there is none.
+FULGUR_SHARED int told_of(int tile, int hides) { return 4 * tile + hides; }
+FULGUR_SHARED int told_tile(int told) { return told >> 2; }
+FULGUR_SHARED int told_hides(int told) { return told & 3; }
+
 // Where a map says which key tiles are seen (host_device/tile_map.h), only the producer walks over it, and all strips
-// of the q tile take the tiles that it tells of, each with its K. `any`: there are some.
-FULGUR_SHARED KeyWalk walk_as_told(const Band& band, const Lengths& n, bool any, int row) {
-  return {0, any ? 0 : 1, 0, 0, 0, 0, n.sk, diagonal_of(band, n, row)};
+// of the q tile take the tiles that it tells of, each with its K. `first`: what is told of the first one.
+FULGUR_SHARED KeyWalk walk_as_told(const Band& band, const Lengths& n, int first, int row) {
+  return {told_tile(first), 0, 0, 0, 0, told_hides(first), n.sk, diagonal_of(band, n, row)};
 }
 
 struct alignas(16) ToldTile {
   int tile;
   int last;     // the walk ends after this one
-  int partial;  // 1: some row does not see all of it; kMaskBits: bits of TileHides
-  int next;     // kMaskBits: the tile after it, if the mask hides some key there; or else -1
+  int partial;  // 1: some row does not see all of it
+  int ahead;    // kMaskBits, alone: told_of() the tile after it
 };
-enum TileHides : int { kBoundsHide = 1, kBitsHide = 2 };  // the bounds of the call, a mask of bits
-
 
 // Where a strip lies.
 struct Place {

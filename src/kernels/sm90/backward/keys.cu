@@ -131,13 +131,15 @@ __device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buf
 
 // The words of a bool mask of a step's scores, kMaskBits.
 struct StepMask {
+  bool hides = false;  // some of them
   u32 words[max_of(kMaskWords, 1)];
 
   // Those that begin at a place that MaskPlaces says.
   template <class Params>
   __device__ __forceinline__ void load(const Params& p, int place) {
     if constexpr (kMaskBits) {
-      if (place < 0) return;
+      hides = place >= 0;
+      if (!hides) return;
       const MaskBits& bits = p.expression.bits;
       const u32* const at = bits.words + place + consumer() * bits.strip + threadIdx.x % kMaskThreads;
 #pragma unroll
@@ -265,28 +267,49 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 
       Step step = load_shared_struct_uniform<Step>(step_of(q));
       ScoreSlopes slopes;
-      // P^T = exp(S^T - LSE) in X.
-      const auto exponentiate = [&] {
-        const Exponents exponents = exponents_of(p, step, n, block.batch, key, q);
-        float bias[8] = {};
+      // The mask of the step after that of `of`: words come a step ahead.
+      const auto next_mask = [&](const QBuffers& of) {
+        StepMask next = mask;
+        if (kMaskBits) next.load(p, load_shared(mask_places_of(of) + 4));
+        return next;
+      };
+      const auto wait_for_scores = [&] {
+        if constexpr (kScoresAhead != 0) {
+          wgmma_wait<0>();
+          register_fence(next_scores);
 #pragma unroll
-        for (int j = 0; j < kBlockRows / 8; ++j) {
-          float slope[4];
-          if constexpr (kBiasTile != 0)
-            load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
-          probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state & kMasked);
-          if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
-          if (kHasScoreSlope) slopes.packed[2 * j + 1] = ElementSlope::pack(slope[2], slope[3]);
+          for (int i = 0; i < kBlockRows / 2; ++i) X[i] = next_scores[i];
+        } else {
+          wgmma_wait<kProductsInFlight>();
+          register_fence(X);
         }
+      };
+      // P^T = exp(S^T - LSE) in X, `in_flight` or there.
+      const auto exponentiate = [&](const StepMask& next, bool in_flight) {
+        const Exponents exponents = exponents_of(p, step, n, block.batch, key, q);
+        const auto exponentials = [&](bool hides) {
+          if (in_flight) wait_for_scores();
+          float bias[8] = {};
+#pragma unroll
+          for (int j = 0; j < kBlockRows / 8; ++j) {
+            float slope[4];
+            if constexpr (kBiasTile != 0)
+              load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
+            probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state & kMasked);
+            if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
+            if (kHasScoreSlope) slopes.packed[2 * j + 1] = ElementSlope::pack(slope[2], slope[3]);
+          }
+          if (hides) hide_by_bits(X, mask.words, 0);
+        };
+        // Selections come between exponentials, which bind, as long as no branch does, nor one after the wait.
+        if (mask.hides) exponentials(true);
+        else exponentials(false);
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
-        if constexpr (kMaskBits) {
-          if (step.state & kMaskHides) hide_by_bits(X, mask.words, 0);
-          mask.load(p, load_shared(mask_places_of(q) + 4));  // a step ahead
-        }
+        mask = next;
       };
       u32 P[kBlockRows / 4];  // P^T, then dS^T
       decide_dropout(step);
-      exponentiate();
+      exponentiate(next_mask(q), false);
       pack_scores<ElementP>(X, P);
       for (;;) {
         // dP^T - D = V dO^T - D, then dV += P^T dO. dV has no dropped entries; D counts for them, too.
@@ -364,21 +387,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         }
         ds.commit(p, step);
         step = load_shared_struct_uniform<Step>(step_of(next));
+        const StepMask mask_ahead = next_mask(next);
         decide_dropout(step);
-        if constexpr (kScoresAhead != 0) {
-          wgmma_wait<0>();
-          register_fence(next_scores);
-#pragma unroll
-          for (int i = 0; i < kBlockRows / 2; ++i) X[i] = next_scores[i];
-        } else {
-          wgmma_wait<kProductsInFlight>();
-          register_fence(X);
-        }
 
         // P^T of the next step, during the product of dK.
         const u32 read = q.empty();
         q = next;
-        exponentiate();
+        exponentiate(mask_ahead, true);
         wgmma_wait<0>();
         register_fence(dK);
         if (kBiasTile) fence_async_proxy();

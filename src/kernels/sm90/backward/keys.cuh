@@ -115,7 +115,7 @@ __device__ __forceinline__ void load_seen_steps(const Params& p, Loader& load, c
     const int row = tile * kBlockRows;
     const int first_head = query_head(p, block);
     const int head = first_head + g;
-    int state = seen.is_partial() ? +(kMaskBits ? kMaskHides : kMasked) : 0;
+    int state = !kMaskBits && seen.is_partial() ? +kMasked : 0;
     if (kMaskBits) {  // the map does not say what the bounds of the call hide
       const KeyRange all = keys_seen_by_all(band_of(p), n, row, min(row + kBlockRows, n.sq) - 1);
       const int key = block.block * kBlockKeys;

@@ -59,7 +59,6 @@ enum StepState : int {
   kLastStep = 2,     // of its work tile
   kCounted = 4,      // kRoundsDq: the additions of the steps so far are counted after it
   kHeadOfSplit = 8,  // with dropout, without a map: times the number of the q head in its split
-  kMaskHides = 4,    // kMaskBits: the mask hides some key
   kBlockBefore = 8,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
 };
 

@@ -20,30 +20,35 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
                                                 const KeyTiles& keys, const LoadQ& load_q, const StripOf& strip_of) {
   SeenTiles<> seen = walk_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block, keys.begin, keys.end,
                                    /*down=*/true);
-  const bool any = seen.more();
-  const int rightmost = kMaskBits && any ? seen.tile : 0;
-  const KeyTiles told = {rightmost, rightmost + any};  // what a view says of the tiles of a map
-  if (kQStages > 1 || !any) load_q(told);
   const Keys source = keys_of(p, q_tile, n);
-  // With bits of a mask the map does not say what the bounds of the call hide.
+  // With bits of a mask the map does not say what the bounds of the call hide, nor that the keys end in a tile.
   KeyRange seen_by_all = {0, 0};
   if (kMaskBits) {
     const int row = kStripRows * first_strip(n.sq, kConsumers, q_tile.block);
     const int end = kStripRows * first_strip(n.sq, kConsumers, q_tile.block + 1);
     seen_by_all = keys_seen_by_all(band_of(p), n, row, min(end, n.sq) - 1);
   }
+  const auto tell_ahead = [&] {  // of the tile of the walk
+    if (!seen.more()) return -1;
+    if (!kMaskBits) return told_of(seen.tile, seen.is_partial());
+    const bool partial = is_partial(seen_by_all, seen.tile * kBlockKeys, (seen.tile + 1) * kBlockKeys);
+    return told_of(seen.tile, (seen.is_partial() ? +kBitsHide : 0) |
+                                  (partial ? +(kBoundsApart ? kBoundsHide : kBitsHide) : 0));
+  };
+  int here = tell_ahead();
+  const KeyTiles first = {here, here};  // of a view, which has no other tiles
+  const bool any = seen.more();
+  if (kQStages > 1 || !any) load_q(first);
 #pragma unroll 1
-  for (bool first = true; seen.more(); first = false) {
+  for (bool loads_q = kQStages == 1; seen.more(); loads_q = false) {
     const int tile = seen.tile;
-    int partial = seen.is_partial();
-    if (kMaskBits)
-      partial = (partial ? +kBitsHide : 0) |
-                (is_partial(seen_by_all, tile * kBlockKeys, (tile + 1) * kBlockKeys) ? +kBoundsHide : 0);
-    const bool more = seen.next();
-    load.tell({tile, more ? 0 : tile, partial, kMaskBits && more && seen.is_partial() ? seen.tile : -1});
-    load.load_k(source, tile, strip_of);
-    if (kQStages == 1 && first) load_q(told);
+    const bool last = !seen.next();
+    const int ahead = tell_ahead();
+    load.tell({tile, last ? tile : 0, told_hides(here), ahead});
+    load.load_k(source, tile, strip_of, kMaskBits && (here & kBitsHide));
+    if (loads_q) load_q(first);
     load.load_v(source, tile);
+    here = ahead;
   }
 }
 
@@ -181,15 +186,6 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
   }
 }
 
-// The words of a tile of a mask of bits, of a strip whose words begin at `first`: all ones without a tile.
-template <class Params, int words>
-__device__ __forceinline__ void load_mask_words(const Params& p, u32 (&mask)[words], int first, int tile) {
-  const int mine = first + tile * (words * kMaskThreads) + int(threadIdx.x % kMaskThreads);
-  const u32* const at = p.expression.bits.words + mine;
-#pragma unroll
-  for (int i = 0; i < words; ++i) mask[i] = tile < 0 ? ~0u : load_mask_word(at + i * kMaskThreads);
-}
-
 // -inf for the scores that mask_mod hides, likewise.
 __device__ __forceinline__ void hide_by_mask_mod(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
                                                  int diagonal, int key) {
@@ -254,7 +250,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     walk.tile = told.tile;
     walk.last = told.last;
     walk.full_end = told.partial;
-    return told.next;
   };
   const auto take_tile = [&](KeyWalk& walk) {  // K of the walk's next tile
     keys.wait_full();
@@ -319,27 +314,32 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if constexpr (kMapsTiles && !kMaskBits)
         if (masked) hide_by_mask_mod(p, S, view, walk.diagonal, key);
     };
-    // Words of the mask come a tile ahead, once those of this one are used: all ones where it hides nothing.
+    // The words of a mask of bits lie with K. `hides`: bits of TileHides of its tile.
     u32 mask[max_of(kMaskWords, 1)];
-    const auto load_mask = [&](int tile) {
-      if constexpr (kMaskBits) load_mask_words(p, mask, walk.full_begin, tile);
-    };
-    const auto hide = [&](int next) {  // as the producer has told of this tile, and `next`
-      if constexpr (kMaskBits) {
-        if constexpr (kBiasRows && kSeqUsedQ) {  // rows after the end of a sequence are seen
-          const int valid = valid_rows(p, walk, view) - int(warp_row() + thread_row());
-          const u32 ones = (valid <= 0 ? 0xffffu : 0) | (valid <= 8 ? 0xffff0000u : 0);
+    const auto load_mask = [&](int hides) {
+      const u32 at = keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes + threadIdx.x % 128 * 4;
 #pragma unroll
-          for (u32& word : mask) word |= ones;
-        }
-        hide_by_bits(S, mask, -infinity());
-        // This branch keeps the selections before what the caller waits for.
-        if (walk.full_end & kBoundsHide)
-          hide_keys<true>(S, visible, walk.tile * kBlockKeys + int(thread_column()));
-        load_mask(next);
-      }
+      for (int i = 0; i < kMaskWords; ++i) mask[i] = hides & kBitsHide ? load_shared(at + i * kMaskThreads * 4) : ~0;
     };
-    if (kMaskBits && walk.more()) load_mask(walk.tile);
+    const auto release_keys = [&](int hides) {
+      if (hides) keys.release_loaded(leader);
+      else keys.release(leader);
+    };
+    const auto hide = [&](int hides) {
+      if constexpr (kBiasRows && kSeqUsedQ) {  // rows after the end of a sequence are seen
+        const int valid = valid_rows(p, walk, view) - int(warp_row() + thread_row());
+        const u32 ones = (valid <= 0 ? 0xffffu : 0) | (valid <= 8 ? 0xffff0000u : 0);
+#pragma unroll
+        for (u32& word : mask) word |= ones;
+      }
+      hide_by_bits(S, mask, -infinity());
+      if (hides & kBoundsHide) hide_keys<true>(S, visible, walk.tile * kBlockKeys + int(thread_column()));
+    };
+    const auto hear_ahead = [&](int ahead) {  // of the next tile, not before P is made
+      ahead = uniform(ahead + int(zero_after(P[0])));
+      walk.tile = told_tile(ahead) + 1;
+      walk.full_end = told_hides(ahead);
+    };
     Kept<kBlockKeys> kept;
     const auto decide_dropout = [&] {  // with the products
       if (!kDropout) return;
@@ -375,16 +375,22 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       issue_scores(S, q, k_operand());
       if (kOThroughQ) release_q();
       decide_dropout();
-      const int next = kMaskBits ? hear(walk) : 0;
+      const int hides = walk.full_end;
+      const int ahead = told_ahead(keys);
+      if (kMaskBits && hides) load_mask(hides);
       wgmma_wait<0>();
       register_fence(S);
-      if (!kBiasTile) keys.release(leader);
+      if (!kBiasTile && !kMaskBits) keys.release(leader);
       adjust_scores(true);
       if constexpr (kHoldsBias) hide_by_bias(S, bias_words);
-      hide(next);
+      if constexpr (kMaskBits) {
+        if (hides) hide(hides);
+        release_keys(hides);
+      }
       softmax_step<true>(S, P, O, rows, scale.then);
       if constexpr (kHoldsBias) keys.release_loaded(leader);
       if (kDropout) kept.drop(P);
+      if constexpr (kMaskBits) hear_ahead(ahead);
 
       if constexpr (kPInTurns) {
         // P(t) while P V(t + 1) is multiplied. Two tiles a turn, since sets of P are registers.
@@ -423,60 +429,56 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         take_tile(walk);
         // Before the products, which take all that shared memory gives.
         if constexpr (kHoldsBias) hold_bias(bias_words, bias_tile());
-        register_fence(O);
-        wgmma_fence();
-        issue_scores(S, q, k_operand());
-        issue_values(O, P, v_operand());
-        if constexpr (kMaskBits) {
-          // A mask hides while O += P V is multiplied; but where it hides nothing, no branch comes between the waits
-          // and the softmax, whose first exponentials the compiler moves up.
-          const int next = hear(walk);
-          decide_dropout();
-          const auto finish_tile = [&](bool hides) {
+        const auto step = [&](int hides) {
+          const int ahead = told_ahead(keys);
+          if (hides) load_mask(hides);
+          register_fence(O);
+          wgmma_fence();
+          // Made uniform anew, or the compiler would do so before each of the products.
+          issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, k_operand());
+          issue_values(O, P, v_operand());
+          if constexpr (kHoldsBias) {
+            // Scores and the first exponentials while O += P V is multiplied. What the bias hides is -inf, or such that
+            // P is 0, or no number, which is looked for with a new maximum.
             wgmma_wait<1>();
-            keys.release(leader);
-            if (hides) {
-              register_fence(S);
-              adjust_scores(false);
-              hide(next);
-            } else {
-              load_mask(next);
+            register_fence(S);
+            adjust_scores(false);
+            wgmma_wait<0>();
+            register_fence(S);
+            register_fence(O);
+            release_values();
+            softmax_step<false>(S, P, O, rows, scale.then, hide_what_bias_hides);
+            keys.release_loaded(leader);
+          } else {
+            decide_dropout();
+            if constexpr (!kPairs) {
+              if (hides) keys.wait_full();  // again: a branch, beyond which the compiler moves nothing up
+              wgmma_wait<1>();
+              if (hides) {  // while O += P V is multiplied
+                register_fence(S);
+                hide(hides);
+              }
+              if (!kBiasTile) release_keys(hides);
             }
             wgmma_wait<0>();
             register_fence(S);
             register_fence(O);
             release_values();
-            if (!hides) adjust_scores(false);
+            adjust_scores(false);
             softmax_step<false>(S, P, O, rows, scale.then);
             if (kDropout) kept.drop(P);
-          };
-          if (walk.full_end) finish_tile(true);
-          else finish_tile(false);
-        } else if constexpr (kHoldsBias) {
-          // Scores and the first exponentials while O += P V is multiplied. What the bias hides is -inf, or such that P
-          // is 0, or no number, which is looked for with a new maximum.
-          wgmma_wait<1>();
-          register_fence(S);
-          adjust_scores(false);
-          wgmma_wait<0>();
-          register_fence(S);
-          register_fence(O);
-          release_values();
-          softmax_step<false>(S, P, O, rows, scale.then, hide_what_bias_hides);
-          keys.release_loaded(leader);
-        } else {
-          decide_dropout();
-          if constexpr (!kPairs) {
-            wgmma_wait<1>();
-            if (!kBiasTile) keys.release(leader);
+            if constexpr (kMaskBits) hear_ahead(ahead);
           }
-          wgmma_wait<0>();
-          register_fence(S);
-          register_fence(O);
-          release_values();
-          adjust_scores(false);
-          softmax_step<false>(S, P, O, rows, scale.then);
-          if (kDropout) kept.drop(P);
+        };
+        if constexpr (kMaskBits) {
+          // No branch comes between the products and the softmax, so that the compiler moves exponentials before the
+          // last wait; where bounds hide, too, few tiles of a call have one.
+          const int hides = walk.full_end;
+          if (hides == 0) step(0);
+          else if (!kBoundsApart || hides == kBitsHide) step(kBitsHide);
+          else step(hides);
+        } else {
+          step(0);
         }
       }
 

@@ -6,7 +6,7 @@
 
 __device__ constexpr ForwardLayout kLayout =
     forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBiasTile,
-                    bool(kBiasRows), bool(kPairs), bool(kMapsTiles)});
+                    bool(kBiasRows), bool(kPairs), bool(kMapsTiles), bool(kMaskBits)});
 static_assert(kLayout.end <= kLayout.bytes);
 static_assert(!kPairs || (kKStages == kVStages && !kBias && !kMapsTiles));
 
@@ -26,7 +26,10 @@ enum : int {
   kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
   kHoldsBias = holds_bias(kBiasTile, kConsumers),
   kBiasWords = kHoldsBias ? kBlockKeys / 4 : 0,  // of a thread
-  kMaskWords = kMaskBits ? (kBlockKeys + kMaskWordColumns - 1) / kMaskWordColumns : 0,  // of a thread, of a key tile
+  kMaskWords = kMaskBits ? mask_words(kBlockKeys) : 0,  // of a thread, of a key tile
+  kMaskTileBytes = kMaskWords * kMaskThreads * 4,        // of a strip
+  // Of a mask of bits, those of keys after the last one are 0; what bounds hide besides, the mask does not say.
+  kBoundsApart = kHasLeft || kHasRight || kHasChunk || kSeqUsedK,
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };

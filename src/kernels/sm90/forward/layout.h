@@ -9,6 +9,7 @@ namespace fulgur::kernels {
 enum : int {
   kStripPanelBytes = kStripRows * kPanelRowBytes,
   kControlBytes = 1024,  // for barriers and views
+  kSwizzleBytes = 1024,  // after which it repeats: buffers begin at multiples of them
 };
 
 // What the map depends on: constants of kernel_config.h.
@@ -19,6 +20,7 @@ struct ForwardTile {
   bool bias_rows = false;
   bool pairs = false;  // a buffer of K and one of V have their barriers together
   bool maps_tiles = false;
+  bool mask_bits = false;
 };
 
 // What the codes of a q tile's head are multiplied by (attention/descale.cuh), and its kv head, counted over the batch.
@@ -32,7 +34,7 @@ struct alignas(16) HeadOfCodes {
 struct ForwardLayout {
   int strip_bytes;  // Q, and where O leaves through its buffer later O, of one warpgroup
   int q_bytes, k_bytes, v_bytes;
-  int bias;              // in a buffer of K: a tile for each warpgroup, or one for all
+  int bias;              // in a buffer of K: a tile for each warpgroup, or one for all; or words of a mask likewise
   int strip_bias_bytes;  // of a warpgroup's
   int q, k, v;
   int q_full, q_empty, k_full, k_empty, v_full, v_empty;  // a barrier of 8 bytes each stage
@@ -62,9 +64,12 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.q_bytes = tile.consumers * map.strip_bytes;
   map.k_bytes = panels_of(tile.types.k, tile.head_dim) * tile.block_keys * kPanelRowBytes;
   map.bias = map.k_bytes;
-  const int bias_tile_bytes = bias_panels(tile.bias, tile.block_keys) * bias_panel_bytes(tile.bias_rows, kStripRows);
+  const int bias_tile_bytes =
+      tile.mask_bits ? mask_words(tile.block_keys) * kMaskThreads * int(sizeof(u32))
+                     : bias_panels(tile.bias, tile.block_keys) * bias_panel_bytes(tile.bias_rows, kStripRows);
   map.strip_bias_bytes = tile.bias_rows ? bias_tile_bytes : 0;
-  map.k_bytes += tile.bias_rows ? tile.consumers * bias_tile_bytes : bias_tile_bytes;
+  map.k_bytes += (tile.bias_rows ? tile.consumers * bias_tile_bytes : bias_tile_bytes) + kSwizzleBytes - 1;
+  map.k_bytes -= map.k_bytes % kSwizzleBytes;
   map.v_bytes = tile.types.v == kE4M3 ? tile.value_dim * tile.block_keys  // an image of steps (sm90/forward/values.cuh)
                                       : panels_of(tile.types.v, tile.value_dim) * tile.block_keys * kPanelRowBytes;
   map.q = 0;

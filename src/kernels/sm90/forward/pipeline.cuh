@@ -20,6 +20,11 @@ __device__ __forceinline__ u32 told_address(const KBuffers& k) {
   return k.smem + kLayout.told + sizeof(ToldTile) * k.ring.stage();
 }
 
+// ToldTile::ahead there.
+__device__ __forceinline__ int told_ahead(const KBuffers& k) {
+  return kMaskBits ? load_shared(told_address(k) + sizeof(ToldTile) - sizeof(int)) : 0;
+}
+
 __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
   return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
 }
@@ -62,11 +67,12 @@ __device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_he
     prefetch_global(means + i);
 }
 
-// The words of a strip in a mask of bits, kMaskBits: those of the thread of number 0 and of key tile 0.
+// The words of a strip in a mask of bits, from key tile 0 on; any of them where there is no such strip.
 template <class Params>
-__device__ __forceinline__ int first_mask_word(const Params& p, const QTile& tile, int row) {
+__device__ __forceinline__ const u32* words_of_strip(const Params& p, const Keys& keys, int row) {
   const MaskBits& bits = p.expression.bits;
-  return int(tile.batch * bits.batch + tile.head * bits.head + row / kStripRows * bits.strip);
+  return bits.words + keys.bias_batch * bits.batch + keys.bias_head * bits.head +
+         (row < p.sq ? row / kStripRows : 0) * bits.strip;
 }
 
 // The producer's side: waits until a buffer is empty, and asks for it to be filled.
@@ -94,12 +100,7 @@ struct Loader {
 #pragma unroll
       for (int strip = 0; strip < kConsumers; ++strip) {
         View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
-        if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin < keys.end, strip_of(strip).row);
-        if constexpr (kMaskBits) {
-          const int row = strip_of(strip).row;
-          view.walk.tile = keys.begin;
-          view.walk.full_begin = first_mask_word(p, tile, row < n.sq ? row : 0);
-        }
+        if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin, strip_of(strip).row);
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
       if (tile.block < 0) {
@@ -158,12 +159,21 @@ struct Loader {
     __syncwarp();
   }
 
-  // With the bias of these keys for each strip.
+  // With the bias of these keys for each strip, or the words of a mask that hides some of them.
   template <class StripOf>
-  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile, StripOf strip_of) {
+  __device__ __forceinline__ void load_k(const Keys& keys, int key_tile, StripOf strip_of, bool masked = false) {
     k.wait_empty();
     load_tile<ElementK, kKPanels>(k.address(), &p.k_map, k.full(), keys, key_tile,
-                                  kBiasTiles * kBiasPanels * kBiasBoxBytes);
+                                  kBiasTiles * (kMaskBits ? masked * kMaskTileBytes : kBiasPanels * kBiasBoxBytes));
+    if constexpr (kMaskBits) {
+      if (masked && elect_one()) {
+#pragma unroll
+        for (int strip = 0; strip < kBiasTiles; ++strip)
+          bulk_load(k.address() + kLayout.bias + strip * kLayout.strip_bias_bytes,
+                    words_of_strip(p, keys, strip_of(strip).row) + key_tile * kMaskWords * kMaskThreads,
+                    kMaskTileBytes, k.full(), Keep::kShort);
+      }
+    }
     if (kBiasTile && elect_one()) {
 #pragma unroll
       for (int strip = 0; strip < kBiasTiles; ++strip)
