@@ -204,7 +204,8 @@ class WavePlanner {
     set_row_blocks();
   }
 
-  /// Large row blocks read K less often, but all SMs should have one. A row has the same bits in any.
+  /// Large row blocks read K less often, but all SMs should have one. The bits of a row do
+  /// not depend on its block.
   void set_row_blocks() {
     const auto row_blocks = [&](const Wave& wave) {
       const int last = std::min(wave.first_tile + wave.tiles, work_.row_tiles);
