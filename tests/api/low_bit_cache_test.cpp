@@ -703,8 +703,15 @@ TEST_P(LowBitCaches, TakeRowsAsTheCpuDoes) {
     }
     ASSERT_NE(got.buffers[0].bytes, a.buffers[0].bytes);
     for (size_t i = 0; i < got.buffers.size(); ++i) {
-      const auto [one, other] = std::mismatch(
-          got.buffers[i].bytes.begin(), got.buffers[i].bytes.end(), want.buffers[i].bytes.begin());
+      const DType dtype = got.buffers[i].t.dtype;
+      const auto same = [&](uint8_t x, uint8_t y) {
+        // The sign of a NaN that comes of infinities is the machine's.
+        const bool nan = (x & 0x7f) == 0x7f && (y & 0x7f) == 0x7f;
+        return x == y || ((dtype == DType::kE4M3 || dtype == DType::kE5M2) && nan);
+      };
+      const auto [one, other] =
+          std::mismatch(got.buffers[i].bytes.begin(), got.buffers[i].bytes.end(),
+                        want.buffers[i].bytes.begin(), same);
       ASSERT_TRUE(one == got.buffers[i].bytes.end())
           << "buffer " << i << " byte " << one - got.buffers[i].bytes.begin() << ": " << +*one
           << " and " << +*other;
