@@ -119,7 +119,7 @@ def test_caches_of_codes_stand_for_what_fulgur_says():
     generator = torch.Generator("cpu").manual_seed(0)
     for codes in gpu_decode_codes.FORMATS:
         of = gpu_decode_codes.random_codes(codes, (2, 40), case, generator)
-        got = gpu_decode_codes.numbers(codes, *of, 64)
+        got = gpu_decode_codes.numbers(codes, *of, 64, torch.arange(2))
         want = fulgur.Quantized(codes.format, *of).dequantize("f32")
         torch.testing.assert_close(got, torch.from_dlpack(want), rtol=1e-6, atol=1e-6)
 
