@@ -194,7 +194,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     });
   };
   for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
-    const auto [j, n, unused] = next.tile();
+    const int64_t j = next.tile().j, n = next.tile().n;
     bool loaded = false, finite = false;
     expressions.set_columns(j, n, 0);
     for (int64_t i = 0; i < count; ++i) {
