@@ -546,8 +546,8 @@ void fuzz(Reader& in) {
   angles = {angles.struct_size, p[kCos], p[kSin], what == kAppend ? p[kLeftpad] : nullptr,
             flags & 4};
   fulgur_new_rows& added = new_rows.known;
-  added = {added.struct_size, p[kK],   p[kV],   p[kDk],  p[kDv],  p[kCuK], p[kUsed],
-           &angles,           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
+  added = {added.struct_size, p[kK],   p[kV],   p[kDk],  p[kDv],  p[kCuK], p[kUsed], &angles,
+           nullptr,           nullptr, nullptr, nullptr, nullptr, nullptr, nullptr};
 
   // The tensors of expressions, side by side, and room for the last one to be longer.
   std::vector<fulgur_tensor_binding> bindings;
