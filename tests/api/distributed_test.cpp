@@ -1564,7 +1564,7 @@ TEST_F(DistributedOnGpus, InvariantToRanks) {
       ASSERT_NO_FATAL_FAILURE(compute_by(ranks, s, count_));
       const auto got = outputs_of(s);
       for (size_t i = 0; i < got.size(); ++i) {
-        const Tensor& of = s.outputs()[i].tensor;
+        const Tensor of = s.outputs()[i].tensor;
         // Sums over the rows of all ranks: tensors of expressions, and a bias but for kAll.
         const bool sums =
             i >= 5 && of.data != w.backward.dsinks.data && problem.c.bias != Bias::kAll;
