@@ -2,15 +2,14 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <utility>
 
 #include "call/append_then_attend.h"
 #include "call/kv_locator.h"
 #include "call/lengths.h"
-#include "engine/workspace.h"
 #include "plan/shared_prefix.h"
+#include "plan/step_places.h"
 
 namespace fulgur {
 namespace {
@@ -23,17 +22,10 @@ void check_attention(const Problem& p, const ForwardArgs& args) {
   check_prefixes(p, args);
 }
 
-/// Where things lie in the workspace, after that of the attention.
-struct Places {
-  int64_t rotated, step, end;
-
-  Places(const Problem& p, const AppendStep& append, int64_t begin) {
-    Arena arena(begin);
-    rotated = arena.take(rotated_bytes(p));
-    step = arena.take(append.bytes());
-    end = arena.end();
-  }
-};
+/// `begin`: the end of the attention's workspace.
+StepPlaces places_of(const Problem& p, const AppendStep& append, int64_t begin) {
+  return {rotated_bytes(p), append.bytes(), begin};
+}
 
 class AppendFirstExecutable final : public Executable {
  public:
@@ -45,7 +37,7 @@ class AppendFirstExecutable final : public Executable {
         engine_(engine),
         append_(std::move(append)),
         attention_(std::move(attention)),
-        at_(p, *append_, attention_->workspace().bytes) {}
+        at_(places_of(p, *append_, attention_->workspace().bytes)) {}
 
   void run(const Call& call, const Run& run) const override {
     AppendThenAttend appending(*std::get<const ForwardArgs*>(call), p_.mask, p_.hadamard);
@@ -79,19 +71,14 @@ class AppendFirstExecutable final : public Executable {
     return attention;
   }
 
-  WorkspaceNeed workspace() const override {
-    WorkspaceNeed need = attention_->workspace();
-    need.bytes = at_.end;
-    need.alignment = std::max(need.alignment, kWorkspaceAlignment);
-    return need;
-  }
+  WorkspaceNeed workspace() const override { return at_.need(attention_->workspace()); }
 
  private:
   Problem p_, follows_;
   const Engine& engine_;
   std::unique_ptr<const AppendStep> append_;
   std::unique_ptr<const Executable> attention_;
-  Places at_;
+  StepPlaces at_;
 };
 
 }  // namespace
@@ -107,8 +94,7 @@ std::unique_ptr<const Executable> plan_append(const Problem& p, const Engine& en
   auto append = engine.append_step(p, threads);
   Problem follows = without_append(p);
   if (follows.max_workspace > 0) {
-    const int64_t besides = Places(p, *append, 0).end + kWorkspaceAlignment;
-    follows.max_workspace = std::max<int64_t>(follows.max_workspace - besides, 1);
+    follows.max_workspace = places_of(p, *append, 0).left_of(follows.max_workspace);
   }
   return std::make_unique<AppendFirstExecutable>(p, engine, std::move(append),
                                                  plan_attention(follows, rejected));

@@ -2,15 +2,14 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <utility>
 
 #include "base/convert.h"
 #include "base/hadamard.h"
 #include "call/append_then_attend.h"
-#include "engine/workspace.h"
 #include "fulgur/error.h"
+#include "plan/step_places.h"
 
 namespace fulgur {
 namespace {
@@ -18,17 +17,10 @@ namespace {
 /// Codes are of rotated rows already.
 bool rotates_queries(const Problem& p) { return p.hadamard && !is_low_bit(p.dtypes.q); }
 
-/// Where things lie in the workspace, after that of the attention.
-struct StepPlaces {
-  int64_t rotated, steps, end;
-
-  StepPlaces(const Problem& p, const CodeSteps& code_steps, int64_t begin) {
-    Arena arena(begin);
-    rotated = arena.take(rotates_queries(p) ? rotated_bytes(p) : 0);
-    steps = arena.take(code_steps.bytes());
-    end = arena.end();
-  }
-};
+/// `begin`: the end of the attention's workspace.
+StepPlaces places_of(const Problem& p, const CodeSteps& steps, int64_t begin) {
+  return {rotates_queries(p) ? rotated_bytes(p) : 0, steps.bytes(), begin};
+}
 
 class CodeStepsExecutable final : public Executable {
  public:
@@ -39,7 +31,7 @@ class CodeStepsExecutable final : public Executable {
         engine_(engine),
         steps_(std::move(steps)),
         attention_(std::move(attention)),
-        at_(p, *steps_, attention_->workspace().bytes) {}
+        at_(places_of(p, *steps_, attention_->workspace().bytes)) {}
 
   void run(const Call& call, const Run& run) const override {
     ForwardArgs args = *std::get<const ForwardArgs*>(call);
@@ -54,7 +46,7 @@ class CodeStepsExecutable final : public Executable {
       Run attend = run;
       if (at_.end > 0) attend.workspace = {bytes, attention_->workspace().bytes};
       attention_->run(&args, attend);
-      if (adds_means()) steps_->add_means(args, bytes + at_.steps, run);
+      if (adds_means()) steps_->add_means(args, bytes + at_.step, run);
     });
   }
 
@@ -73,12 +65,7 @@ class CodeStepsExecutable final : public Executable {
     return attention;
   }
 
-  WorkspaceNeed workspace() const override {
-    WorkspaceNeed need = attention_->workspace();
-    need.bytes = at_.end;
-    need.alignment = std::max(need.alignment, kWorkspaceAlignment);
-    return need;
-  }
+  WorkspaceNeed workspace() const override { return at_.need(attention_->workspace()); }
 
  private:
   bool adds_means() const { return p_.has(Arg::kKMean) && p_.has(Arg::kLse); }
@@ -119,8 +106,7 @@ std::unique_ptr<const Executable> plan_code_steps(const Problem& p, const Engine
   auto steps = engine.code_steps(rotates_queries(p) ? with_rotated_queries(p) : p, threads);
   Problem attention = without_code_steps(p);
   if (attention.max_workspace > 0) {
-    const int64_t besides = StepPlaces(p, *steps, 0).end + kWorkspaceAlignment;
-    attention.max_workspace = std::max<int64_t>(attention.max_workspace - besides, 1);
+    attention.max_workspace = places_of(p, *steps, 0).left_of(attention.max_workspace);
   }
   return std::make_unique<CodeStepsExecutable>(p, engine, std::move(steps),
                                                plan_attention(attention, rejected));

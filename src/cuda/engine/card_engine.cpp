@@ -120,11 +120,13 @@ class CardEngine final : public Engine {
     return std::make_unique<CardExecutable>(p, card_, planned, all.at(0), std::move(reasons));
   }
   std::unique_ptr<const AppendStep> append_step(const Problem&, int) const override {
-    throw Error(Status::kUnsupported, "append: a plan for a card is of attention alone");
+    throw Error(Status::kUnsupported,
+                "append: given with `card`, want none: such a plan is of attention alone");
   }
   std::unique_ptr<const CodeSteps> code_steps(const Problem&, int) const override {
-    throw Error(Status::kUnsupported,
-                "hadamard, k_mean: given, a plan for a card is of attention alone");
+    throw Error(
+        Status::kUnsupported,
+        "hadamard, k_mean: given with `card`, want neither: such a plan is of attention alone");
   }
   void with_workspace(Device, const WorkspaceNeed&, const Run&,
                       const std::function<void(void*)>&) const override {
