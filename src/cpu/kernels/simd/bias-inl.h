@@ -127,7 +127,6 @@ class BiasCensus {
 template <class At>
 HWY_INLINE void load_words(const At& at, V32 (&x)[kLanes]) {
   const F32 f;
-  const hn::Repartition<double, F32> pairs;
   const auto word = [&](int row, int i)
                         HWY_ATTR { return reinterpret_cast<const float*>(at(row)) + i; };
   // Rows whose words meet in the end already share vectors, in other blocks: these are loads.
@@ -145,16 +144,7 @@ HWY_INLINE void load_words(const At& at, V32 (&x)[kLanes]) {
     x[i] = hn::LoadU(f, word(i, 0));
 #endif
   }
-  FULGUR_UNROLL for (int i = 0; i < kLanes; i += 4) {
-    const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i], x[i + 1]));
-    const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i], x[i + 1]));
-    const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i + 2], x[i + 3]));
-    const auto high23 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i + 2], x[i + 3]));
-    x[i] = hn::BitCast(f, hn::InterleaveLower(pairs, low01, low23));
-    x[i + 1] = hn::BitCast(f, hn::InterleaveUpper(pairs, low01, low23));
-    x[i + 2] = hn::BitCast(f, hn::InterleaveLower(pairs, high01, high23));
-    x[i + 3] = hn::BitCast(f, hn::InterleaveUpper(pairs, high01, high23));
-  }
+  transpose_blocks(f, x);
 #if HWY_TARGET == HWY_AVX3
   // Blocks of x[8 h + i]: words 8 h + i and 8 h + i + 4 of rows 0 to 3, then of rows 4 to 7;
   // x[8 h + i + 4] likewise of rows 8 to 15.

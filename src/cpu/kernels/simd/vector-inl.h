@@ -233,16 +233,11 @@ HWY_NOINLINE inline void store_row(DType dtype, const float* HWY_RESTRICT src, i
   }
 }
 
-/// The vectors of a square that is transposed in registers.
-using Square = hn::CappedTag<float, 8>;
-constexpr int64_t kSquare = hn::MaxLanes(Square());
-
-/// Lane j of vector i becomes lane i of vector j.
-HWY_INLINE void transpose(hn::Vec<Square> (&x)[kSquare]) {
-  const Square f;
-  const hn::Repartition<double, Square> pairs;
-  // Squares of four lanes, in each block of a vector, and then the blocks.
-  FULGUR_UNROLL for (int64_t i = 0; i < kSquare; i += 4) {
+/// Transposes squares of four lanes in each block of 128 bits, of four vectors at a time.
+template <class D, class V, size_t kVectors>
+HWY_INLINE void transpose_blocks(D f, V (&x)[kVectors]) {
+  const hn::Repartition<double, D> pairs;
+  FULGUR_UNROLL for (size_t i = 0; i < kVectors; i += 4) {
     const auto low01 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i], x[i + 1]));
     const auto high01 = hn::BitCast(pairs, hn::InterleaveUpper(f, x[i], x[i + 1]));
     const auto low23 = hn::BitCast(pairs, hn::InterleaveLower(f, x[i + 2], x[i + 3]));
@@ -252,6 +247,16 @@ HWY_INLINE void transpose(hn::Vec<Square> (&x)[kSquare]) {
     x[i + 2] = hn::BitCast(f, hn::InterleaveLower(pairs, high01, high23));
     x[i + 3] = hn::BitCast(f, hn::InterleaveUpper(pairs, high01, high23));
   }
+}
+
+/// The vectors of a square that is transposed in registers.
+using Square = hn::CappedTag<float, 8>;
+constexpr int64_t kSquare = hn::MaxLanes(Square());
+
+/// Lane j of vector i becomes lane i of vector j.
+HWY_INLINE void transpose(hn::Vec<Square> (&x)[kSquare]) {
+  const Square f;
+  transpose_blocks(f, x);
   if constexpr (kSquare == 8) {
     FULGUR_UNROLL for (int i = 0; i < 4; ++i) {
       const auto first = x[i], second = x[i + 4];
