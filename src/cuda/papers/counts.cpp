@@ -113,28 +113,37 @@ Counts flash1(const Tiled& t, int64_t ctas) {
   return c;
 }
 
-/// Algorithm 1 of FlashAttention-2: O, l and m stay where they are computed. `strip`: so many rows
-/// of a block compute the tiles that they see.
-Counts flash2(const Tiled& t, int64_t strip) {
+/// Algorithm 1 of FlashAttention-2: O, l and m stay where they are computed. K and V of a block are
+/// loaded once for its strips, which may be of `block_heads` heads of a group. A strip computes the
+/// tiles that it sees, or those `of_block`.
+Counts flash2(const Tiled& t, int block_heads, bool of_block) {
   const Problem& p = t.p;
-  const auto tiles_seen = [&](int64_t row, int64_t rows) {
-    return kernels::key_tiles(t.band, t.lengths(), static_cast<int>(t.Bc), static_cast<int>(row),
-                              static_cast<int>(std::min(row + rows, p.sq) - 1));
+  const int rows = static_cast<int>(p.sq),
+            block_strips = static_cast<int>(t.Br / kernels::kStripRows);
+  const int strips = kernels::strips_of(rows) * block_heads;
+  const auto first_row = [&](int strip) { return strip / block_heads * kernels::kStripRows; };
+  const auto tiles_seen = [&](int first_strip, int last_strip) {
+    return kernels::key_tiles(t.band, t.lengths(), static_cast<int>(t.Bc), first_row(first_strip),
+                              std::min(first_row(last_strip) + kernels::kStripRows, rows) - 1);
   };
-  int64_t keys = 0, scores = 0;
-  for (int64_t row = 0; row < p.sq; row += t.Br) {
-    const kernels::KeyTiles seen = tiles_seen(row, t.Br);
+  int64_t keys = 0, scores = 0;  // of these heads
+  for (int block = 0; block < kernels::blocks_of(rows, block_strips, block_heads); ++block) {
+    const int first = kernels::first_strip(rows, block_strips, block, block_heads);
+    const int end =
+        std::min(kernels::first_strip(rows, block_strips, block + 1, block_heads), strips);
+    const kernels::KeyTiles seen = tiles_seen(first, end - 1);
     if (seen.end > seen.begin) keys += std::min(seen.end * t.Bc, p.sk) - seen.begin * t.Bc;
-    for (int64_t first = row; first < std::min(row + t.Br, p.sq); first += strip) {
-      const kernels::KeyTiles of_strip = tiles_seen(first, strip);
-      scores += (of_strip.end - of_strip.begin) * strip * t.Bc;
+    for (int strip = first; strip < end; ++strip) {
+      const kernels::KeyTiles of_strip = of_block ? seen : tiles_seen(strip, strip);
+      scores += (of_strip.end - of_strip.begin) * kernels::kStripRows * t.Bc;
     }
   }
+  const int64_t groups = t.heads() / block_heads;
   Counts c;
-  c.read = t.heads() * (p.sq * p.d + keys * (p.d + p.dv)) * t.element();
+  c.read = (t.rows() * p.d + groups * keys * (p.d + p.dv)) * t.element();
   c.written = t.rows() * (p.dv * t.element() + (p.has(Arg::kLse) ? kFloat : 0));
-  c.products = t.heads() * scores * (t.d + t.dv);
-  c.exponentials = t.heads() * scores;
+  c.products = groups * scores * (t.d + t.dv);
+  c.exponentials = groups * scores;
   c.by_scores = true;
   return c;
 }
@@ -166,7 +175,7 @@ Counts flash_backward(const Tiled& t) {
   return c;
 }
 
-Counts counts_of(const Tiled& t, const Explanation& plan) {
+Counts counts_of(const Tiled& t, const std::string& kernel, const Explanation& plan) {
   const bool forward = t.p.pass == Pass::kForward;
   if (t.p.algorithm == Algorithm::kStandard) return standard(t);
   if (!forward) {
@@ -175,7 +184,8 @@ Counts counts_of(const Tiled& t, const Explanation& plan) {
     return c;
   }
   if (t.p.algorithm == Algorithm::kFa1) return flash1(t, plan.details.get<int64_t>("ctas"));
-  return flash2(t, t.p.algorithm == Algorithm::kFa3 ? int64_t{kernels::kStripRows} : t.Br);
+  const bool shares_blocks = plan.details.has("shares_blocks");
+  return flash2(t, shares_blocks ? static_cast<int>(t.p.group()) : 1, kernel == "portable_wide");
 }
 
 }  // namespace
@@ -194,7 +204,7 @@ void add_counts(const Problem& p, const Candidate& candidate, Reasons* reasons) 
   const KernelKey key = kernel_key(p);
   const Counts c = counts_of(
       {p, candidate.tile.Br, candidate.tile.Bc, dim("head_dim"), dim("value_dim"), band_of(key, p)},
-      plan);
+      kernel, plan);
   Details counts;
   if (c.counts_bytes) {
     counts.add("bytes_read", c.read);

@@ -455,6 +455,7 @@ Explanation describe(const ForwardPlan& plan) {
   e.details.add("shared_bytes", plan.shared_bytes);
   e.details.add("ctas", plan.grid);
   e.details.add("q_blocks", kernels::blocks_of(work));
+  if (plan.shares_blocks) e.details.add("shares_blocks", true);
   e.details.add("splits", work.splits);
   e.details.add("split_q_blocks", kernels::split_blocks(work));
   say(fmt::format(
