@@ -1,4 +1,4 @@
-"""fulgur.distributed by process groups of PyTorch: rows, gradients, compiled, heads for rows."""
+"""fulgur.distributed by process groups of PyTorch: rows, gradients, compiled, heads for rows, in context_parallel."""
 
 import pytest
 from ranks import run_ranks
@@ -70,7 +70,45 @@ dist.barrier()
 dist.destroy_process_group()
 """
 
+CONTEXT_PARALLEL = """
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+import fulgur.distributed as fd
+import fulgur.torch
+
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+mesh = init_device_mesh("cpu", (size,))
+torch.manual_seed(0)
+q, dout = (torch.randn(1, 512, 4, 32, dtype=torch.bfloat16) for _ in range(2))
+k, v = (torch.randn(1, 512, 2, 32, dtype=torch.bfloat16) for _ in range(2))
+whole = [x.clone().requires_grad_() for x in (q, k, v)]
+out = fulgur.torch.attention(*whole, causal=True, invariant=True)
+out.backward(dout)
+
+buffers = [x.clone() for x in (q, k, v, dout, torch.arange(512))]
+with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[1, 1, 1, 1, 0]):
+    *own, own_dout, rows = buffers
+    assert torch.equal(rows, torch.from_numpy(fd.rows_of("zigzag", 512, size, rank)))
+    own = [x.detach().clone().requires_grad_() for x in own]
+    got = fd.attention(*own, causal=True, invariant=True, group=mesh, sharding="zigzag")
+    got.backward(own_dout)
+    assert torch.equal(got, out[:, rows])
+    for x, all_rows in zip(own, whole):
+        assert torch.equal(x.grad, all_rows.grad[:, rows])
+dist.barrier()
+dist.destroy_process_group()
+"""
+
 
 @pytest.mark.slow
 def test_process_groups():
     run_ranks(SCRIPT, 2)
+
+
+@pytest.mark.slow
+def test_in_context_parallel():
+    """Its head-tail rows are those of zigzag, with the bits of one process."""
+    run_ranks(CONTEXT_PARALLEL, 2)
