@@ -38,7 +38,22 @@ void OnHost<Interface>::copy(const Part& from, const Part& to) {
 }
 
 template <class Interface>
-void OnHost<Interface>::add(const Part& from, const Part& to) {
+void OnHost<Interface>::sum(const Part& from, const Part& with, const Part& to) {
+  if (with != to) {  // by rows that stay in a cache
+    constexpr int64_t kRows = 64;
+    std::vector<std::byte> room;
+    for (int64_t row = 0; row < from.shape[1]; row += kRows) {
+      const auto some = [&](const Part& x) {
+        return x.rows(row, std::min(kRows, from.shape[1] - row));
+      };
+      room.resize(some(from).bytes());
+      const Part sums = some(from).packed(room.data());
+      copy(some(from), sums);
+      sum(some(with), sums, sums);
+      round(sums, some(to));
+    }
+    return;
+  }
   if (from.dtype != to.dtype) {
     return each_element(from.tensor(), to.tensor(), [&](int64_t x, int64_t y) {
       const double sum =
@@ -121,7 +136,8 @@ std::byte* HostMemory::room(Use use, int64_t bytes) {
 }
 
 std::vector<std::span<std::byte>> HostMemory::exchange(
-    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes) {
+    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
+    std::span<const std::vector<Place>>) {
   if (!one_machine_) {
     const auto receives = room_to_receive(bytes);
     group_.exchange(sends, receives);

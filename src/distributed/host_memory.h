@@ -18,7 +18,7 @@ class OnHost : public Interface {
  public:
   using typename Interface::Mark;
   void copy(const Part& from, const Part& to) override;
-  void add(const Part& from, const Part& to) override;
+  void sum(const Part& from, const Part& with, const Part& to) override;
   void round(const Part& from, const Part& to) override;
   void clear(const Part& part) override;
   void download(void* to, const void* from, int64_t bytes) override;
@@ -34,7 +34,8 @@ class HostMemory final : public OnHost<Memory> {
   explicit HostMemory(Group::Impl& group);
   std::byte* room(Use use, int64_t bytes) override;
   std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
-                                             std::span<const int64_t> receives) override;
+                                             std::span<const int64_t> receives,
+                                             std::span<const std::vector<Place>> places) override;
   void settle() override {}
   std::unique_ptr<Order> computing(const Run& run) override;
   bool has_common() const override { return one_machine_; }

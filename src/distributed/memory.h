@@ -20,8 +20,9 @@ class Order {
  public:
   virtual ~Order() = default;
   virtual void copy(const Part& from, const Part& to) = 0;
-  /// Adds to f32 or, on the host, f64.
-  virtual void add(const Part& from, const Part& to) = 0;
+  /// Adds in f32 or, on the host, f64, and rounds to the dtype of `to`, which may be `with`.
+  virtual void sum(const Part& from, const Part& with, const Part& to) = 0;
+  void add(const Part& from, const Part& to) { sum(from, to, to); }
   /// Sums in f32 or f64 as a gradient.
   virtual void round(const Part& from, const Part& to) = 0;
   virtual void clear(const Part& part) = 0;  ///< all of it lies side by side
@@ -44,11 +45,18 @@ class Memory : public Order {
   enum Use : uint8_t { kStep, kNextStep, kSums, kRow, kSends, kReceives, kUses };
   /// Room that is this until it is asked for again; not cleared.
   virtual std::byte* room(Use use, int64_t bytes) = 0;
+  /// Where some of the bytes that come from a rank are to lie.
+  struct Place {
+    int64_t begin, bytes;
+    std::byte* to;
+  };
   /// A step of all ranks: sends lie in kSends, which has to be asked for again after it; so many
   /// bytes come from each rank. Returns where, until the next exchange, before which what came is
-  /// finished.
+  /// finished; nowhere where it lies in the places that are given for a rank, of which not all
+  /// memory makes use.
   virtual std::vector<std::span<std::byte>> exchange(
-      std::span<const std::span<const std::byte>> sends, std::span<const int64_t> receives) = 0;
+      std::span<const std::span<const std::byte>> sends, std::span<const int64_t> receives,
+      std::span<const std::vector<Place>> places) = 0;
   /// Waits until all that has been sent is where it goes, on all ranks: the host may wait for what
   /// computes with it. At the end of a run, too.
   virtual void settle() = 0;

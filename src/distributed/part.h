@@ -20,6 +20,12 @@ struct Part {
   Part rows(int64_t begin, int64_t count) const { return slice(1, begin, count); }
   Part heads(int64_t begin, int64_t count) const { return slice(2, begin, count); }
   Part slice(int dim, int64_t begin, int64_t count) const;
+  /// One of the same shape, of another dtype.
+  Part as(DType other) const {
+    Part part = *this;
+    part.dtype = other;
+    return part;
+  }
   bool operator==(const Part&) const = default;
 
   /// A tensor of rows, batched or packed, of which there is one batch then.

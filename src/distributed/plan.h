@@ -98,6 +98,10 @@ struct RowsPlan final : DistributedPlan::Impl {
   /// How many rows of each sequence exist, in a call; empty: all.
   std::vector<int64_t> used_queries(const VarLen& lengths) const;
   std::vector<int64_t> used_keys(const VarLen& lengths) const;
+  /// Whether sums of dk and dv have memory: of two ranks they are rounded as they are added.
+  bool keeps_key_sums() const {
+    return !gathers_queries() && (ring || group.size() > 2 * head_ranks);
+  }
   /// Whether a rank computes its own queries alone, which stay where they are.
   bool queries_stay() const { return head_ranks == 1 && !gathers_queries(); }
   /// Whether ranks have the gathered rows in common, as each of them needs the same.
@@ -248,7 +252,7 @@ struct Sums {
       dq = arena.rows(plan.sum_dtype(), p.batch, plan.queries(), p.hq, p.d);
       of_call_dq = arena.rows(p.dtypes.q, p.batch, plan.queries(), p.hq, p.d);
     }
-    if (!plan.gathers_queries()) {
+    if (plan.keeps_key_sums()) {
       const int64_t rows = plan.k_rows.count(plan.me);
       dk = arena.rows(plan.sum_dtype(), p.batch, rows, p.hk, p.d);
       dv = arena.rows(plan.sum_dtype(), p.batch, rows, p.hk, p.dv);

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <functional>
 #include <future>
 #include <limits>
@@ -211,42 +212,51 @@ class Work {
     } else {
       queries(step.dq, part(args_.dq));
       const bool sums = !plan_.gathers_queries();
-      const auto keys = [&](const Part& from, const Part& local) {
+      std::deque<Part> terms;  // of each run of keys and the heads that some ranks compute
+      const auto keys = [&](const Part& from, const Part& of_sums, const Part& gradient) {
         if (plan_.ring) {
           all.send(plan_.source(number), from);
-          all.receive_sum(plan_.reader(number), local);
+          all.receive_sum(plan_.reader(number), of_sums);
           return;
         }
+        const auto& own = plan_.k_rows.of(plan_.me);
+        const size_t first = terms.size();
+        terms.resize(first + plan_.head_ranks * own.size());
         for (int r = 0; r < group_.ranks; ++r) {
           if (!sums && !plan_.same_node(plan_.me, r)) continue;
           for (const RowRun& run : plan_.k_rows.of(r)) {
             all.send(r, from.rows(plan_.k_rows.row(run), run.size()));
           }
           const Heads heads = plan_.heads(r, number);
-          for (const RowRun& run : plan_.k_rows.of(plan_.me)) {
-            const Part to = local.heads(heads.begin, heads.count).rows(run.place, run.size());
-            // Of the ranks that compute these heads the first one's sums are stored.
-            sums&& r >= plan_.head_ranks ? all.receive_sum(r, to) : all.receive(r, to);
+          for (size_t i = 0; i < own.size(); ++i) {
+            const auto of_run = [&](const Part& x) {
+              return x.heads(heads.begin, heads.count).rows(own[i].place, own[i].size());
+            };
+            if (!sums) {
+              all.receive(r, of_run(gradient));
+              continue;
+            }
+            Part& term = terms[first + r % plan_.head_ranks * own.size() + i];
+            add_term(all, r, term, plan_.keeps_key_sums() ? of_run(of_sums) : Part{},
+                     of_run(gradient));
           }
         }
       };
-      keys(step.dk, sums ? calls_.sums.dk : part(args_.dk));
-      keys(step.dv, sums ? calls_.sums.dv : part(args_.dv));
+      keys(step.dk, calls_.sums.dk, part(args_.dk));
+      keys(step.dv, calls_.sums.dv, part(args_.dv));
       all.run((!sums && plan_.head_ranks == 1) || (plan_.ring && number == 0));
-      if (sums && !plan_.ring) round_key_gradients(number);
     }
   }
 
-  /// The sums of all ranks of the keys that this rank has, of the heads of a step.
-  void round_key_gradients(int64_t number) {
-    for (int r = 0; r < plan_.head_ranks; ++r) {
-      const Heads heads = plan_.heads(r, number);
-      const auto round = [&](const Part& sums, const Part& to) {
-        memory_.round(sums.heads(heads.begin, heads.count), to.heads(heads.begin, heads.count));
-      };
-      round(calls_.sums.dk, part(args_.dk));
-      round(calls_.sums.dv, part(args_.dv));
-    }
+  /// What comes of a rank is added to what came of those before it, and rounded with the last one.
+  void add_term(Shipment& all, int rank, Part& term, const Part& sums, const Part& gradient) {
+    const bool first = rank < plan_.head_ranks, last = rank + plan_.head_ranks >= group_.ranks;
+    all.receive(rank, gradient.as(plan_.sum_dtype()), [=, this, &term](const Part& came) {
+      const Part& to = last ? gradient : sums;
+      if (!first) memory_.sum(came, term, to);
+      if (first && last) memory_.round(came, to);
+      term = first ? came : to;
+    });
   }
 
   /// What all ranks have computed, in the order of ranks, rounded once.

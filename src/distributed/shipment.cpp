@@ -22,7 +22,21 @@ Shipment::Shipment(const Group::Impl& group, Memory& memory)
     : rank_(group.rank), memory_(memory), sends_(group.ranks), receives_(group.ranks) {}
 
 void Shipment::take(const Part& from, const Target& to) {
-  to.adds ? memory_.add(from, to.part) : memory_.copy(from, to.part);
+  to.take ? to.take(from) : memory_.copy(from, to.part);
+}
+
+std::vector<Memory::Place> Shipment::places_of(int rank) const {
+  std::vector<Memory::Place> places;
+  int64_t at = 0;
+  for (const auto& [part, take] : receives_[rank]) {
+    int64_t pieces = 0;
+    each_lines(part, part.packed(part.data),
+               [&](const Lines& x) { pieces += x.side_by_side() ? 1 : 2; });
+    if (take || pieces > 1) return {};
+    places.push_back({at, part.bytes(), part.data});
+    at += bytes_of(part);
+  }
+  return places;
 }
 
 void Shipment::run(bool alone) {
@@ -43,6 +57,7 @@ void Shipment::run(bool alone) {
   }
   std::vector<std::span<const std::byte>> sends(ranks);
   std::vector<std::span<std::byte>> receives(ranks);
+  std::vector<std::vector<Memory::Place>> places(ranks);
   if (!alone) {
     std::byte* const out = memory_.room(Memory::kSends, send_bytes);
     int64_t packed = 0;
@@ -56,7 +71,10 @@ void Shipment::run(bool alone) {
       packed = std::max(packed, at);
       sends[r] = {out + send_at[r], static_cast<size_t>(at - send_at[r])};
     }
-    receives = memory_.exchange(sends, receive_bytes);
+    for (int r = 0; r < ranks; ++r) {
+      if (r != rank_) places[r] = places_of(r);
+    }
+    receives = memory_.exchange(sends, receive_bytes, places);
   }
   for (int r = 0; r < ranks; ++r) {
     std::byte* at = receives[r].data();
@@ -64,7 +82,7 @@ void Shipment::run(bool alone) {
       const Target& to = receives_[r][i];
       if (r == rank_) {
         take(sends_[r][i], to);
-      } else if (!alone) {
+      } else if (!receives[r].empty()) {
         take(to.part.packed(at), to);
         at += bytes_of(to.part);
       }

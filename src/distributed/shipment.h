@@ -1,6 +1,8 @@
 /// Parts of tensors that ranks send each other in one step.
 #pragma once
 
+#include <functional>
+#include <utility>
 #include <vector>
 
 #include "distributed/group.h"
@@ -13,9 +15,16 @@ class Shipment {
  public:
   Shipment(const Group::Impl& group, Memory& memory);
   void send(int to, const Part& part) { sends_[to].push_back(part); }
-  void receive(int from, const Part& part) { receives_[from].push_back({part, false}); }
+  void receive(int from, const Part& part) { receives_[from].push_back({part, {}}); }
+  /// Calls take(part) with what comes, a part of the shape of `like`, rank after rank.
+  using Take = std::function<void(const Part&)>;
+  void receive(int from, const Part& like, Take take) {
+    receives_[from].push_back({like, std::move(take)});
+  }
   /// Adds what comes to what there is, rank after rank: of f32 or f64.
-  void receive_sum(int from, const Part& part) { receives_[from].push_back({part, true}); }
+  void receive_sum(int from, const Part& part) {
+    receive(from, part, [this, part](const Part& came) { memory_.add(came, part); });
+  }
 
   /// Makes the step. `alone`: all ranks send to themselves only.
   void run(bool alone);
@@ -23,9 +32,11 @@ class Shipment {
  private:
   struct Target {
     Part part;
-    bool adds;
+    Take take;  ///< none: it is copied there
   };
   void take(const Part& from, const Target& to);
+  /// Where what comes from a rank is to lie, where all of it is copied side by side.
+  std::vector<Memory::Place> places_of(int rank) const;
 
   int rank_;
   Memory& memory_;

@@ -28,15 +28,17 @@ constexpr std::chrono::milliseconds kBeat{20};  // after which ranks say that th
 
 CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
 
-/// Adds rows to f32, or rounds them to another dtype.
-void add_rows(Gpu& gpu, CUstream stream, const Part& from, const Part& to, bool adds) {
+/// Rounds rows of f32, or their sums with others.
+void add_rows(Gpu& gpu, CUstream stream, const Part& from, const Part* with, const Part& to) {
   if (to.bytes() == 0) return;
   const auto strided = [](const Part& x) {
     return AddedRows{x.data, static_cast<kernels::Element>(x.dtype), x.strides[0], x.strides[1],
                      x.strides[2]};
   };
-  const AddRowsParams params{strided(from), strided(to), adds,       to.shape[0],
-                             to.shape[1],   to.shape[2], to.shape[3]};
+  const AddRowsParams params{strided(from), strided(with == nullptr ? from : *with),
+                             strided(to),   with != nullptr,
+                             to.shape[0],   to.shape[1],
+                             to.shape[2],   to.shape[3]};
   const CurrentContext current(gpu.context());
   launch(stream, loaded(CallKernel::kAddRows, gpu, stream), &params, {kAddBlocks * gpu.sms()},
          kAddRowsThreads, 0, "launching the kernel that adds rows");
@@ -80,13 +82,13 @@ void OnStream<Interface>::copy(const Part& from, const Part& to) {
 }
 
 template <class Interface>
-void OnStream<Interface>::add(const Part& from, const Part& to) {
-  add_rows(gpu_, stream_, from, to, true);
+void OnStream<Interface>::sum(const Part& from, const Part& with, const Part& to) {
+  add_rows(gpu_, stream_, from, &with, to);
 }
 
 template <class Interface>
 void OnStream<Interface>::round(const Part& from, const Part& to) {
-  add_rows(gpu_, stream_, from, to, false);
+  add_rows(gpu_, stream_, from, nullptr, to);
 }
 
 template <class Interface>
@@ -221,9 +223,14 @@ CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
 }
 
 std::vector<std::span<std::byte>> DeviceMemory::exchange(
-    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes) {
+    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
+    std::span<const std::vector<Place>> places) {
   const CurrentContext current(gpu_.context());
-  const std::vector<std::span<std::byte>> receives = room_to_receive(bytes);
+  std::vector<int64_t> to_room(bytes.begin(), bytes.end());
+  for (int r = 0; r < group_.ranks; ++r) {
+    if (carrier_ == nullptr && !places[r].empty()) to_room[r] = 0;
+  }
+  const std::vector<std::span<std::byte>> receives = room_to_receive(to_room);
   unsettled_ = true;
   if (carrier_ != nullptr) {
     carrier_->exchange(sends, receives, stream_);
@@ -245,39 +252,48 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
   each_other([&](int r) {
     group_.check_bytes(r, theirs[r].bytes, bytes[r]);
     signals_->wait(stream_, r, Signals::kReady, count_);
-    if (!receives[r].empty()) {
-      check(driver().cuMemcpyAsync(address(receives[r].data()), open(r, theirs[r]),
-                                   receives[r].size(), stream_),
+    const auto take = [&](const Place& place) {
+      if (place.bytes == 0) return;
+      check(driver().cuMemcpyAsync(address(place.to), open(r, theirs[r]) + place.begin, place.bytes,
+                                   stream_),
             "cuMemcpyAsync");
-    }
+    };
+    for (const Place& place : places[r]) take(place);
+    take({0, std::ssize(receives[r]), receives[r].data()});
     signals_->tell(stream_, r, Signals::kTaken, count_);
   });
   return receives;
 }
 
-bool DeviceMemory::done(std::chrono::milliseconds within) {
+bool DeviceMemory::done() const {
   const CurrentContext current(gpu_.context());
-  const auto end = std::chrono::steady_clock::now() + within;
-  for (;;) {
-    const CUresult result = driver().cuStreamQuery(stream_);
-    if (result != CUDA_ERROR_NOT_READY) {
-      check(result, "cuStreamQuery");
-      return true;
-    }
-    if (std::chrono::steady_clock::now() >= end) return false;
-    std::this_thread::yield();
-  }
+  const CUresult result = driver().cuStreamQuery(stream_);
+  if (result != CUDA_ERROR_NOT_READY) check(result, "cuStreamQuery");
+  return result != CUDA_ERROR_NOT_READY;
+}
+
+bool DeviceMemory::taken() const {
+  bool all = true;
+  each_other([&](int r) { all = all && signals_->told(r, Signals::kTaken, count_); });
+  return all;
 }
 
 void DeviceMemory::settle() {
   if (!std::exchange(unsettled_, false)) return;
   for (bool all = carrier_ != nullptr;
        !all;) {  // a rank that has left is noticed when it says nothing
-    const char mine = done(kBeat) ? 1 : 0;
+    const auto end = std::chrono::steady_clock::now() + kBeat;
+    char mine = 0;
+    do {
+      mine = taken() || done() ? 1 : 0;
+      std::this_thread::yield();
+    } while (mine == 0 && std::chrono::steady_clock::now() < end);
     std::vector<char> theirs = group_.tell(std::vector<char>(group_.ranks, mine));
     theirs[group_.rank] = mine;
     all = std::ranges::find(theirs, 0) == theirs.end();
   }
+  if (replaced_.empty()) return;
+  finish();  // what came may be taken from there yet
   const CurrentContext current(gpu_.context());
   for (const CUdeviceptr data : std::exchange(replaced_, {})) {
     check(driver().cuMemFree(data), "cuMemFree");
@@ -287,7 +303,7 @@ void DeviceMemory::settle() {
 void DeviceMemory::abandon() {
   try {
     const OutsideCapture outside;
-    while (signals_ && !done(std::chrono::milliseconds(0))) signals_->end_waits(count_);
+    while (signals_ && !done()) signals_->end_waits(count_);
   } catch (const Error&) {  // the device does nothing more
   }
 }

@@ -22,7 +22,7 @@ class OnStream : public Interface {
   using typename Interface::Mark;
   OnStream(cuda::Gpu& gpu, cuda::CUstream stream) : gpu_(gpu), stream_(stream) {}
   void copy(const Part& from, const Part& to) override;
-  void add(const Part& from, const Part& to) override;
+  void sum(const Part& from, const Part& with, const Part& to) override;
   void round(const Part& from, const Part& to) override;
   void clear(const Part& part) override;
   void download(void* to, const void* from, int64_t bytes) override;
@@ -43,7 +43,8 @@ class DeviceMemory final : public OnStream<Memory> {
   ~DeviceMemory() override;
   std::byte* room(Use use, int64_t bytes) override;
   std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
-                                             std::span<const int64_t> receives) override;
+                                             std::span<const int64_t> receives,
+                                             std::span<const std::vector<Place>> places) override;
   void settle() override;
   void abandon() override;
   std::unique_ptr<Order> computing(const Run& run) override;
@@ -72,8 +73,10 @@ class DeviceMemory final : public OnStream<Memory> {
   void each_other(const Visit& visit) const {
     for (int i = 1; i < group_.ranks; ++i) visit((group_.rank + i) % group_.ranks);
   }
-  /// Whether all that is in the stream has been done after so long.
-  bool done(std::chrono::milliseconds within);
+  /// Whether all that is in the stream has been done.
+  bool done() const;
+  /// Whether what comes from all ranks has come, by the last exchange.
+  bool taken() const;
 
   Group::Impl& group_;
   GpuTransport* const carrier_;  ///< of rows; null: they are fetched from other ranks' memory

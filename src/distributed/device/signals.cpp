@@ -59,6 +59,11 @@ void Signals::wait(CUstream stream, int from, What what, uint32_t count) const {
         "cuStreamWaitValue32");
 }
 
+bool Signals::told(int to, What what, uint32_t count) const {
+  const uint32_t last = std::atomic_ref(cell(to, rank_).counts[what]).load();
+  return static_cast<int32_t>(last - count) >= 0;  // as GPUs compare
+}
+
 void Signals::end_waits(uint32_t count) const {
   for (int from = 0; from < ranks_; ++from) {
     for (uint32_t& counted : cell(rank_, from).counts) {

@@ -24,6 +24,8 @@ class Signals {
   void tell(cuda::CUstream stream, int to, What what, uint32_t count) const;
   /// The stream waits until rank `from` is so far.
   void wait(cuda::CUstream stream, int from, What what, uint32_t count) const;
+  /// Whether the stream of this rank has told rank `to` so.
+  bool told(int to, What what, uint32_t count) const;
   /// Ends what waits now for a count near this one. Others may still write theirs.
   void end_waits(uint32_t count) const;
 

@@ -12,7 +12,7 @@ struct AddedRows {
 };
 
 struct AddRowsParams {
-  AddedRows from, to;
-  bool adds;  // to what there is, in f32; else it is replaced
+  AddedRows from, with, to;
+  bool adds;  // `from` and `with`, in f32; else `to` is `from`
   long long batches, rows, heads, dim;
 };
