@@ -365,8 +365,7 @@ void RowsPlan::choose_steps(const Args& args) {
   // As few steps as hide transfers and fit the memory; gradients of keys by gathered queries are
   // shared out among threads by heads.
   const int64_t most = problem.hk / head_ranks;
-  const bool transfers = !in_common() || problem.pass == Pass::kBackward;
-  steps = gathers_queries() || !transfers
+  steps = gathers_queries() || in_common()
               ? 1
               : distributed::steps_of(problem.pass, problem.device == Device{}, most);
   measure(args);
