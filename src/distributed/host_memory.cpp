@@ -162,7 +162,7 @@ std::byte* HostMemory::room(Use use, int64_t bytes) {
 }
 
 std::vector<std::span<std::byte>> HostMemory::exchange(
-    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
+    Use, std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
     std::span<const std::vector<Place>>) {
   if (!one_machine_) {
     const auto receives = room_to_receive(bytes);

@@ -33,7 +33,8 @@ class HostMemory final : public OnHost<Memory> {
   /// Collective.
   explicit HostMemory(Group::Impl& group);
   std::byte* room(Use use, int64_t bytes) override;
-  std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
+  std::vector<std::span<std::byte>> exchange(Use from,
+                                             std::span<const std::span<const std::byte>> sends,
                                              std::span<const int64_t> receives,
                                              std::span<const std::vector<Place>> places) override;
   void settle() override {}

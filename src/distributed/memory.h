@@ -50,13 +50,15 @@ class Memory : public Order {
     int64_t begin, bytes;
     std::byte* to;
   };
-  /// A step of all ranks: sends lie in kSends, which has to be asked for again after it; so many
-  /// bytes come from each rank. Returns where, until the next exchange, before which what came is
-  /// finished; nowhere where it lies in the places that are given for a rank, of which not all
-  /// memory makes use.
+  /// A step of all ranks: sends lie in `from`, kSends, which has to be asked for again after it, or
+  /// a step's; so many bytes come from each rank. Returns where, until the next exchange, before
+  /// which what came is finished; nowhere where it lies in the places that are given for a rank, of
+  /// which not all memory makes use.
   virtual std::vector<std::span<std::byte>> exchange(
-      std::span<const std::span<const std::byte>> sends, std::span<const int64_t> receives,
-      std::span<const std::vector<Place>> places) = 0;
+      Use from, std::span<const std::span<const std::byte>> sends,
+      std::span<const int64_t> receives, std::span<const std::vector<Place>> places) = 0;
+  /// Whether others fetch what lies in a step's room, which then stays until they have settled.
+  virtual bool offers_steps() const { return false; }
   /// Waits until all that has been sent is where it goes, on all ranks: the host may wait for what
   /// computes with it. At the end of a run, too.
   virtual void settle() = 0;

@@ -93,16 +93,15 @@ class Work {
     Line line(p_.device == Device{} && plan_.steps > 1);
     // What steps compute with, and up to where memory of earlier ones is in use.
     std::array<std::optional<Step>, 2> steps;
-    std::array<Order::Mark, 2> computed;
-    computed.fill(calls_.mark());
+    std::array<Marks, 2> computed;
+    computed.fill(calls_.marks());
     const auto fetched = [&](int64_t number) {
-      const Memory::Use use = number % 2 == 0 ? Memory::kStep : Memory::kNextStep;
-      StepMemory own(memory_.room(use, plan_.step_bytes), p_.device);
+      StepMemory own(memory_.room(room_of(number), plan_.step_bytes), p_.device);
       StepMemory common(plan_.in_common() ? memory_.common() : nullptr);
       Step& step = steps[number % 2].emplace(plan_, plan_.in_common() ? common : own, own, number);
       if (plan_.queries_stay()) calls_.set_queries(number, step);
-      return line.add([this, number, step, mark = computed[number % 2]] {
-        memory_.after(mark);
+      return line.add([this, number, step, marks = computed[number % 2]] {
+        after(marks);
         if (!plan_.ring || number > 0) fetch(number, step);
       });
     };
@@ -113,10 +112,10 @@ class Work {
       const Step step = *steps[number % 2];
       if (number + 1 < plan_.steps) arrived = fetched(number + 1);
       shared_ ? shared_->compute(step) : calls_.compute(number, step);
-      computed[number % 2] = calls_.mark();
+      computed[number % 2] = calls_.marks();
       if (!kBackward && plan_.queries_stay()) continue;
       line.add(
-          [this, number, step, mark = computed[number % 2]] { give_back(number, step, mark); });
+          [this, number, step, marks = computed[number % 2]] { give_back(number, step, marks); });
     }
     if (shared_) {
       memory_.meet();
@@ -124,16 +123,25 @@ class Work {
     }
     calls_.join();
     if (!kBackward && plan_.ring) calls_.round_merged();
-    line.add([this, mark = calls_.mark()] {
-          if constexpr (kBackward) finish_gradients(mark);
+    line.add([this, marks = calls_.marks()] {
+          if constexpr (kBackward) finish_gradients(marks);
           memory_.settle();
         })
         .get();
     calls_.after(memory_.mark());
-    memory_.after(calls_.mark());  // what comes next may compute elsewhere
+    after(calls_.marks());  // what comes next may compute elsewhere
   }
 
  private:
+  /// That of a step.
+  static Memory::Use room_of(int64_t number) {
+    return number % 2 == 0 ? Memory::kStep : Memory::kNextStep;
+  }
+  using Marks = typename StepCalls<Args>::Marks;
+  void after(const Marks& marks) {
+    for (const Order::Mark& mark : marks) memory_.after(mark);
+  }
+
   static Part part(const ConstTensor& t) { return Part::of_rows(t); }
   static Part part(const Tensor& t) { return Part::of_rows(t); }
 
@@ -189,8 +197,8 @@ class Work {
   }
 
   /// To the ranks that have the rows.
-  void give_back(int64_t number, const Step& step, const Order::Mark& computed) {
-    memory_.after(computed);
+  void give_back(int64_t number, const Step& step, const Marks& computed) {
+    after(computed);
     Shipment all(group_, memory_);
     const auto queries = [&](const Part& from, const Part& local) {
       if (plan_.queries_stay()) return;
@@ -244,7 +252,14 @@ class Work {
       };
       keys(step.dk, calls_.sums.dk, part(args_.dk));
       keys(step.dv, calls_.sums.dv, part(args_.dv));
-      all.run((!sums && plan_.head_ranks == 1) || (plan_.ring && number == 0));
+      // Sums of ranks that compute the same heads lie alike in all of their memory.
+      if (sums && !plan_.ring && plan_.head_ranks == 1 && plan_.steps <= 2 &&
+          memory_.offers_steps()) {
+        const Memory::Use use = room_of(number);
+        all.run_in(use, memory_.room(use, plan_.step_bytes));
+      } else {
+        all.run((!sums && plan_.head_ranks == 1) || (plan_.ring && number == 0));
+      }
     }
   }
 
@@ -260,14 +275,14 @@ class Work {
   }
 
   /// What all ranks have computed, in the order of ranks, rounded once.
-  void finish_gradients(const Order::Mark& computed) {
+  void finish_gradients(const Marks& computed) {
     if (plan_.ring) {
-      memory_.after(computed);
+      after(computed);
       memory_.round(calls_.sums.dq, part(args_.dq));
       memory_.round(calls_.sums.dk, part(args_.dk));
       memory_.round(calls_.sums.dv, part(args_.dv));
     }
-    if (!calls_.sums.whole.empty()) memory_.after(computed);
+    if (!calls_.sums.whole.empty()) after(computed);
     for (const WholeGradient& g : calls_.sums.whole) {
       for (int64_t at = 0; at < g.sums.shape[1]; at += Sums::kAtATime) {
         const int64_t count = std::min(Sums::kAtATime, g.sums.shape[1] - at);

@@ -9,10 +9,17 @@ namespace {
 /// Of a part among others.
 int64_t bytes_of(const Part& part) { return (part.bytes() + 63) / 64 * 64; }
 
-template <class Parts, class Of>
-int64_t bytes_of(const Parts& parts, const Of& of) {
+/// Of all parts, or targets.
+template <class Parts>
+int64_t bytes_of_all(const Parts& parts) {
   int64_t bytes = 0;
-  for (const auto& part : parts) bytes += bytes_of(of(part));
+  for (const auto& x : parts) {
+    if constexpr (requires { x.part; }) {
+      bytes += bytes_of(x.part);
+    } else {
+      bytes += bytes_of(x);
+    }
+  }
   return bytes;
 }
 
@@ -41,8 +48,6 @@ std::vector<Memory::Place> Shipment::places_of(int rank) const {
 
 void Shipment::run(bool alone) {
   const auto ranks = static_cast<int>(sends_.size());
-  const auto itself = [](const Part& part) -> const Part& { return part; };
-  const auto target = [](const Target& of) -> const Part& { return of.part; };
   // What goes to ranks side by side is the same as a rule, where keys are gathered.
   std::vector<int64_t> send_at(ranks), receive_bytes(ranks);
   int64_t send_bytes = 0;
@@ -51,9 +56,9 @@ void Shipment::run(bool alone) {
     if (r == rank_) continue;
     const bool again = last >= 0 && sends_[r] == sends_[last];
     send_at[r] = again ? send_at[last] : send_bytes;
-    if (!again) send_bytes += bytes_of(sends_[r], itself);
+    if (!again) send_bytes += bytes_of_all(sends_[r]);
     last = r;
-    receive_bytes[r] = bytes_of(receives_[r], target);
+    receive_bytes[r] = bytes_of_all(receives_[r]);
   }
   std::vector<std::span<const std::byte>> sends(ranks);
   std::vector<std::span<std::byte>> receives(ranks);
@@ -74,9 +79,42 @@ void Shipment::run(bool alone) {
     for (int r = 0; r < ranks; ++r) {
       if (r != rank_) places[r] = places_of(r);
     }
-    receives = memory_.exchange(sends, receive_bytes, places);
+    receives = memory_.exchange(Memory::kSends, sends, receive_bytes, places);
   }
+  take_all(receives);
+}
+
+void Shipment::run_in(Memory::Use use, const std::byte* room) {
+  const auto ranks = static_cast<int>(sends_.size());
+  std::vector<std::span<const std::byte>> sends(ranks);
+  std::vector<int64_t> bytes(ranks);
+  int64_t all = 0;
   for (int r = 0; r < ranks; ++r) {
+    if (r == rank_) continue;
+    sends[r] = {room, static_cast<size_t>(bytes_of_all(sends_[r]))};
+    bytes[r] = bytes_of_all(receives_[r]);
+    all += bytes[r];
+  }
+  std::byte* at = memory_.room(Memory::kReceives, all);
+  std::vector<std::span<std::byte>> receives(ranks);
+  std::vector<std::vector<Memory::Place>> places(ranks);
+  for (int r = 0; r < ranks; ++r) {
+    if (r == rank_) continue;
+    receives[r] = {at, static_cast<size_t>(bytes[r])};
+    for (const Part& part : sends_[rank_]) {
+      for (int64_t b = 0; b < part.shape[0]; ++b) {  // whose rows lie side by side
+        const Part rows = part.slice(0, b, 1);
+        places[r].push_back({rows.data - room, rows.bytes(), at + b * rows.bytes()});
+      }
+      at += bytes_of(part);
+    }
+  }
+  memory_.exchange(use, sends, bytes, places);
+  take_all(receives);
+}
+
+void Shipment::take_all(const std::vector<std::span<std::byte>>& receives) {
+  for (int r = 0; r < std::ssize(receives); ++r) {
     std::byte* at = receives[r].data();
     for (size_t i = 0; i < receives_[r].size(); ++i) {
       const Target& to = receives_[r][i];

@@ -28,6 +28,9 @@ class Shipment {
 
   /// Makes the step. `alone`: all ranks send to themselves only.
   void run(bool alone);
+  /// Makes the step with what lies in a step's room, which begins there: what others have for this
+  /// rank lies in theirs where it has what it sends to itself.
+  void run_in(Memory::Use use, const std::byte* room);
 
  private:
   struct Target {
@@ -35,6 +38,7 @@ class Shipment {
     Take take;  ///< none: it is copied there
   };
   void take(const Part& from, const Target& to);
+  void take_all(const std::vector<std::span<std::byte>>& receives);
   /// Where what comes from a rank is to lie, where all of it is copied side by side.
   std::vector<Memory::Place> places_of(int rank) const;
 

@@ -60,17 +60,18 @@ StepCalls<Args>::StepCalls(const RowsPlan& plan, const Args& args, const Run& ru
   memory_.after(computing_->mark());
   make_sums();
   streams_.fill({run_, computing_.get()});
-  // Gradients of keys, and all of a ring, are sums over calls, which follow each other.
-  const std::optional<Run> second = kBackward || plan_.ring ? std::nullopt : memory_.second(run_);
+  // Sums over all calls of a run are made one after the other.
+  const bool sums_of_run = kBackward && (plan_.gathers_queries() || !sums.whole.empty() ||
+                                         !dsinks.empty() || has_lengths());
+  const std::optional<Run> second = plan_.ring || sums_of_run ? std::nullopt : memory_.second(run_);
   if (!second) return;
   second_ = memory_.computing(*second);
   streams_[1] = {*second, second_.get()};
 }
 
 template <class Args>
-Order::Mark StepCalls<Args>::mark() {
-  streams_[1].order->after(computing_->mark());
-  return streams_[1].order->mark();
+auto StepCalls<Args>::marks() -> Marks {
+  return {computing_->mark(), second_ == nullptr ? nullptr : second_->mark()};
 }
 
 template <class Args>
@@ -202,20 +203,25 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
   const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
   begin(step);
   const std::vector<RowsCall> calls = calls_of_step(number, plan_.me);
+  const auto stream_of = [&](size_t call) -> const Stream& {
+    return streams_[(call + (kBackward ? number : 0)) % 2];
+  };
   bool stores = false;  // the first call its dk and dv where those of others are added
+  Order::Mark added;    // what is there
   if constexpr (kBackward) {
     if (args_.dsinks.given() && (!plan_.ring || number == 0)) compute_dsinks(heads, step);
     stores = first_call_covers();
     const KeyRange stored = stores ? calls.front().keys : KeyRange{};
     if (has_lengths() || !plan_.gathers_queries()) {
-      clear_outside(stored, step.dk);
-      clear_outside(stored, step.dv);
+      clear_outside(*stream_of(0).order, stored, step.dk);
+      clear_outside(*stream_of(0).order, stored, step.dv);
     }
+  } else {
+    streams_[1].order->after(computing_->mark());
   }
-  streams_[1].order->after(computing_->mark());
   for (size_t i = 0; i < calls.size(); ++i) {
     const RowsCall& c = calls[i];
-    const Stream& stream = streams_[i % 2];
+    const Stream& stream = stream_of(i);
     const Options options = options_of(c.of, heads, c.run.begin, c.keys.begin);
     if constexpr (kBackward) {
       Args call = call_of(c, heads, step);
@@ -224,6 +230,7 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
         continue;
       }
       const bool in_place = i == 0 && stores;
+      if (i > 1 || !stores) stream.order->after(added);  // which takes the memory of a call
       const auto part = [&](const Part& x) { return c.of.of(x).rows(0, count_of(c.keys)); };
       const Part dk = in_place ? keys_of(c, step.dk) : part(step.part_dk);
       const Part dv = in_place ? keys_of(c, step.dv) : part(step.part_dv);
@@ -234,9 +241,13 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
         const int64_t at = plan_.place(plan_.me, c.source, c.run);
         stream.order->add(part_of(step.dq, c, at), part_of(sums.dq, c, at));
       }
-      if (in_place) continue;
-      stream.order->add(dk, keys_of(c, step.dk));
-      stream.order->add(dv, keys_of(c, step.dv));
+      Order& first = *stream_of(0).order;
+      if (!in_place) {  // so that the other stream goes on with the next step
+        first.after(stream.order->mark());
+        first.add(dk, keys_of(c, step.dk));
+        first.add(dv, keys_of(c, step.dv));
+      }
+      added = first.mark();
     } else {
       const Args call = forward_call_of(c, heads, step);
       fulgur::forward(call, options, stream.run);
@@ -326,12 +337,13 @@ void StepCalls<Args>::take_rooms(std::vector<TensorBinding>& tensors) const {
 
 /// Sums of dk or dv of all keys but some, which are stored.
 template <class Args>
-void StepCalls<Args>::clear_outside(const KeyRange& stored, const Part& of_keys) const {
-  if (stored.empty()) return computing_->clear(of_keys);
+void StepCalls<Args>::clear_outside(Order& order, const KeyRange& stored,
+                                    const Part& of_keys) const {
+  if (stored.empty()) return order.clear(of_keys);
   for (int64_t b = 0; b < of_keys.shape[0]; ++b) {
     const Part of_sequence = of_keys.slice(0, b, 1);
-    computing_->clear(of_sequence.rows(0, stored.begin));
-    computing_->clear(of_sequence.rows(stored.end, of_keys.shape[1] - stored.end));
+    order.clear(of_sequence.rows(0, stored.begin));
+    order.clear(of_sequence.rows(stored.end, of_keys.shape[1] - stored.end));
   }
 }
 

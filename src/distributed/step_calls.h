@@ -53,8 +53,9 @@ class StepCalls {
   void compute_alone(const RowsCall& c, const Heads& heads, const Step& step) const;
   int threads() const;
 
-  /// All calls until now.
-  Order::Mark mark();
+  /// All calls until now, of each stream.
+  using Marks = std::array<Order::Mark, 2>;
+  Marks marks();
   /// Calls from now on wait for a mark.
   void after(const Order::Mark& mark);
   /// The stream of the run waits for all calls.
@@ -84,7 +85,7 @@ class StepCalls {
   void compute_key_gradients(const Heads& heads, const Step& step);
   void compute_dsinks(const Heads& heads, const Step& step);
   bool first_call_covers() const;
-  void clear_outside(const KeyRange& stored, const Part& sums) const;
+  void clear_outside(Order& order, const KeyRange& stored, const Part& sums) const;
   void write_padding(const Step& step) const;
   void fill(Part to, float value) const;
   Part keys_of(const RowsCall& c, const Part& x) const;
@@ -97,7 +98,8 @@ class StepCalls {
   Run run_;
   Memory& memory_;
   std::unique_ptr<Order> computing_, second_;
-  /// A forward step's calls take them in turn: one begins where the one before leaves SMs idle.
+  /// Calls take them in turn, and steps of the backward pass: one begins where the one before
+  /// leaves SMs idle.
   std::array<Stream, 2> streams_;
   std::vector<int64_t> used_q_, used_k_;  // of each sequence, where not all rows exist
 };

@@ -197,7 +197,7 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
     check(driver().cuMemAlloc(&room.data, size),
           fmt::format("{} bytes for rows of other ranks", size).c_str());
     room.bytes = size;
-    if (use == kSends && carrier_ == nullptr) {
+    if ((use == kSends || use == kStep || use == kNextStep) && carrier_ == nullptr) {
       check(driver().cuIpcGetMemHandle(&room.handle, room.data), "cuIpcGetMemHandle");
     }
   }
@@ -210,7 +210,7 @@ std::byte* DeviceMemory::room(Use use, int64_t bytes) {
 
 CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
   if (offer.process == static_cast<uint64_t>(getpid())) return offer.room + offer.offset;
-  Opened& other = opened_[rank].at(offer.turn);
+  Opened& other = opened_[rank].at(offer.number);
   if (other.data == 0 || std::memcmp(&other.handle, &offer.handle, sizeof(CUipcMemHandle)) != 0) {
     if (other.data != 0) check(driver().cuIpcCloseMemHandle(other.data), "cuIpcCloseMemHandle");
     other = {};
@@ -223,7 +223,7 @@ CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
 }
 
 std::vector<std::span<std::byte>> DeviceMemory::exchange(
-    std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
+    Use from, std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
     std::span<const std::vector<Place>> places) {
   const CurrentContext current(gpu_.context());
   std::vector<int64_t> to_room(bytes.begin(), bytes.end());
@@ -236,11 +236,11 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
     carrier_->exchange(sends, receives, stream_);
     return receives;
   }
-  const Room& room = room_of(kSends);
+  const Room& room = room_of(from);
   std::vector<Offer> mine(group_.ranks, {.handle = room.handle,
                                          .process = static_cast<uint64_t>(getpid()),
                                          .room = room.data,
-                                         .turn = turn_});
+                                         .number = room_number(from)});
   for (int r = 0; r < group_.ranks; ++r) {
     mine[r].offset = address(sends[r].data()) - room.data;
     mine[r].bytes = sends[r].size();

@@ -42,9 +42,11 @@ class DeviceMemory final : public OnStream<Memory> {
   DeviceMemory(Group::Impl& group, int index);
   ~DeviceMemory() override;
   std::byte* room(Use use, int64_t bytes) override;
-  std::vector<std::span<std::byte>> exchange(std::span<const std::span<const std::byte>> sends,
+  std::vector<std::span<std::byte>> exchange(Use from,
+                                             std::span<const std::span<const std::byte>> sends,
                                              std::span<const int64_t> receives,
                                              std::span<const std::vector<Place>> places) override;
+  bool offers_steps() const override { return carrier_ == nullptr; }
   void settle() override;
   void abandon() override;
   std::unique_ptr<Order> computing(const Run& run) override;
@@ -64,9 +66,10 @@ class DeviceMemory final : public OnStream<Memory> {
   /// What a rank says of the bytes that it has for another one.
   struct Offer {
     cuda::CUipcMemHandle handle{};
-    uint64_t process = 0, room = 0, offset = 0, bytes = 0, turn = 0;
+    uint64_t process = 0, room = 0, offset = 0, bytes = 0, number = 0;
   };
-  Room& room_of(Use use) { return rooms_.at(use == kSends ? kUses + turn_ : uint64_t{use}); }
+  uint64_t room_number(Use use) const { return use == kSends ? kUses + turn_ : uint64_t{use}; }
+  Room& room_of(Use use) { return rooms_.at(room_number(use)); }
   cuda::CUdeviceptr open(int rank, const Offer& offer);
   /// Visits all ranks but this one, the next one first.
   template <class Visit>
@@ -84,8 +87,8 @@ class DeviceMemory final : public OnStream<Memory> {
   /// is prepared.
   std::array<Room, kUses + 2> rooms_;
   uint64_t turn_ = 0;
-  std::vector<cuda::CUdeviceptr> replaced_;  ///< that streams may use, of others, too
-  std::vector<std::array<Opened, 2>> opened_;
+  std::vector<cuda::CUdeviceptr> replaced_;            ///< that streams may use, of others, too
+  std::vector<std::array<Opened, kUses + 2>> opened_;  ///< as rooms_, of each rank
   bool unsettled_ = false;
   uint32_t count_ = 0;  ///< of exchanges
   std::optional<Signals> signals_;
