@@ -64,20 +64,18 @@ extern "C" __global__ void __launch_bounds__(128) fulgur_panel_hulls(const __gri
   }
 }
 
+// Whether a tile has keys that are seen, and whether the mask hides some of them, the bounds of the call apart.
 __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map, int row_block, int key_tile) {
   const MapShape& of = p.shape;
   const int batch = map / of.heads, head = map % of.heads * of.heads_of_map;
   const Lengths n = lengths_of(p, batch);
   const RowRange rows = rows_of_block(n, row_block);
-  if (row_block >= of.row_blocks || key_tile >= of.key_tiles || rows.begin >= rows.end) return {false, false};
-  const KeyTiles seen = key_tiles(band_of(p), n, kBlockKeys, rows.begin, rows.end - 1);
-  if (key_tile < seen.begin || key_tile >= seen.end) return {false, false};
+  if (row_block >= of.row_blocks || key_tile >= of.key_tiles || !band_shows(p, n, rows, key_tile))
+    return {false, false};
   const Hull mask = expression_hull(expression_place(p, n, batch, head, 0, 0),
                                     p.row_hulls + ((long long)(map) * of.row_blocks + row_block) * kRowPanels,
                                     p.key_hulls + ((long long)(batch) * of.key_tiles + key_tile) * kKeyPanels);
-  const int key = kBlockKeys * key_tile;
-  const bool band_hides = is_partial(keys_seen_by_all(p, n, rows.begin, rows.end - 1), key, key + kBlockKeys);
-  return {mask.high != 0, mask.high != 0 && (mask.low != 1 || band_hides)};
+  return {mask.high != 0, mask.high != 0 && mask.low != 1};
 }
 
 extern "C" __global__ void __launch_bounds__(128) fulgur_tile_map(const __grid_constant__ TileMapParams p) {

@@ -24,7 +24,7 @@ struct KeyWalk {
   int last;                    // and ends after this one
   int skip_front, skip_back;   // tiles of the q tile before and after those, of which the strip sees nothing
   int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows; with a map what consumers
-                               // hear of a tile, ToldTile::partial, with kMaskBits bits of TileHides
+                               // hear of a tile, ToldTile::hides
   int sk;
   int diagonal;  // of the first row
 
@@ -53,9 +53,10 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
           diagonal_of(band, n, row)};
 }
 
-enum TileHides : int { kBoundsHide = 1, kBitsHide = 2 };  // the bounds of the call; a mask, whose words come with K
+// The bounds of the call; mask_mod, or a mask whose words come with K.
+enum TileHides : int { kBoundsHide = 1, kMaskHides = 2 };
 
-// What the producer tells of a tile ahead, kMaskBits, and what it hides; -1: there is none.
+// What the producer tells of a tile ahead, kMaskBits, and what hides some of it; -1: there is none.
 FULGUR_SHARED int told_of(int tile, int hides) { return 4 * tile + hides; }
 FULGUR_SHARED int told_tile(int told) { return told >> 2; }
 FULGUR_SHARED int told_hides(int told) { return told & 3; }
@@ -68,9 +69,9 @@ FULGUR_SHARED KeyWalk walk_as_told(const Band& band, const Lengths& n, int first
 
 struct alignas(16) ToldTile {
   int tile;
-  int last;     // the walk ends after this one
-  int partial;  // 1: some row does not see all of it
-  int ahead;    // kMaskBits, alone: told_of() the tile after it
+  int last;   // the walk ends after this one
+  int hides;  // bits of TileHides: what hides some of it from some row
+  int ahead;  // kMaskBits, alone: told_of() the tile after it
 };
 
 // Where a strip lies.

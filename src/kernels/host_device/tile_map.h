@@ -1,8 +1,7 @@
 // The map of tiles of a call whose mask no closed form says, of mask_mod or of a bool mask: which tiles of scores some
-// row sees a key of, and of these which are partial, because some row does not see some key; with a bool mask because
-// it hides one, whatever the bounds of the call do. attention/tile_map.cu or attention/mask_bits.cu makes it before the
-// attention kernel, which walks over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial
-// ones.
+// row sees a key of, and of these which are partial, because the mask hides some key from some row, whatever the bounds
+// of the call do. attention/tile_map.cu or attention/mask_bits.cu makes it before the attention kernel, which walks
+// over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones.
 //
 // kernel_config.h of these has, with the constants of a mask and of lengths, which
 // sm90/forward/params.h lists:

@@ -76,12 +76,7 @@ class AllSteps {
   }
   __device__ __forceinline__ int tile() const { return tile_; }
   __device__ __forceinline__ int head() const { return head_ + g_; }  // of q
-  // Whether some row does not see some key of a block.
-  __device__ __forceinline__ bool is_masked(const BackwardParams& p, const Keys& keys) const {
-    const int row = tile_ * kBlockRows;
-    const KeyRange seen = keys_seen_by_all(band_of(p), keys.n, row, min(row + kBlockRows, keys.n.sq) - 1);
-    return is_partial(seen, keys.first(), keys.first() + kBlockKeys);
-  }
+  __device__ __forceinline__ bool mask_hides() const { return false; }
 
  private:
   RowTiles tiles_;
@@ -103,7 +98,7 @@ class StepsOfMap : public SeenSteps<Params> {
       : StepsOfMap(p, keys, row_tiles(band_of(p), keys.n, kBlockRows, keys.first(), kBlockKeys)) {}
   __device__ __forceinline__ void advance() { Seen::next(); }
   __device__ __forceinline__ int head() const { return first_ + Seen::g; }
-  __device__ __forceinline__ bool is_masked(const Params&, const Keys&) const { return Seen::is_partial(); }
+  __device__ __forceinline__ bool mask_hides() const { return Seen::is_partial(); }
 
  private:
   // Of the q heads of the split.
@@ -131,6 +126,11 @@ class Steps : public StepsIf<kMapsTiles != 0, BackwardParams>::Type {
   using Base = StepsIf<kMapsTiles != 0, BackwardParams>::Type;
   using Base::Base;
   __device__ __forceinline__ int row() const { return Base::tile() * kBlockRows; }
+  // Whether some row does not see some key of a block.
+  __device__ __forceinline__ bool is_masked(const BackwardParams& p, const Keys& keys) const {
+    const KeyRange seen = keys_seen_by_all(band_of(p), keys.n, row(), min(row() + kBlockRows, keys.n.sq) - 1);
+    return Base::mask_hides() || fulgur::kernels::is_partial(seen, keys.first(), keys.first() + kBlockKeys);
+  }
   // The index of the statistics of the first row.
   __device__ __forceinline__ long long statistics(const BackwardParams& p, const Keys& keys) const {
     return Base::head() * (long long)(p.statistics_rows) + statistics_row(keys.n, kPacked, keys.batch, p.sq) + row();

@@ -27,9 +27,7 @@ template <bool maps>
 struct TileWalk : KeyWalk {
   __device__ __forceinline__ TileWalk(const PortableForwardParams&, const QTile&, const KeyTiles& tiles)
       : KeyWalk(walk_of_tiles(tiles)) {}
-  __device__ __forceinline__ bool is_masked(const KeyTiles& full) const {
-    return tile < full.begin || tile >= full.end;
-  }
+  __device__ __forceinline__ bool mask_hides() const { return false; }
 };
 template <>
 struct TileWalk<true> : SeenTiles<> {
@@ -37,7 +35,7 @@ struct TileWalk<true> : SeenTiles<> {
   __device__ __forceinline__ TileWalk(const Params& p, const QTile& of, const KeyTiles& tiles)
       : SeenTiles<>(walk_of_block(p.expression.map, of.batch, of.head, of.block, tiles.begin, tiles.end,
                                   /*down=*/true)) {}
-  __device__ __forceinline__ bool is_masked(const KeyTiles&) const { return is_partial(); }
+  __device__ __forceinline__ bool mask_hides() const { return is_partial(); }
 };
 
 // Scores of the products of a strip with a key tile: softcap, ALiBi, bias, and -inf where the mask hides a key.
@@ -134,7 +132,10 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     const int tile = walk.tile;
     bool masked[kWarpStrips];
 #pragma unroll
-    for (int s = 0; s < kWarpStrips; ++s) masked[s] = walk.is_masked(strips[kAllSteps && !kHidesKeys ? 0 : s].full);
+    for (int s = 0; s < kWarpStrips; ++s) {
+      const KeyTiles& full = strips[kAllSteps && !kHidesKeys ? 0 : s].full;
+      masked[s] = walk.mask_hides() || tile < full.begin || tile >= full.end;
+    }
     walk.next();
     // With one strip a warp may see nothing of a tile that others see.
     const bool sees = kWarpStrips > 1 || !kHidesKeys || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);

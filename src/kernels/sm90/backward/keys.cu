@@ -295,7 +295,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
             float slope[4];
             if constexpr (kBiasTile != 0)
               load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
-            probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state & kMasked);
+            probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state);
             if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
             if (kHasScoreSlope) slopes.packed[2 * j + 1] = ElementSlope::pack(slope[2], slope[3]);
           }

@@ -115,12 +115,11 @@ __device__ __forceinline__ void load_seen_steps(const Params& p, Loader& load, c
     const int row = tile * kBlockRows;
     const int first_head = query_head(p, block);
     const int head = first_head + g;
-    int state = !kMaskBits && seen.is_partial() ? +kMasked : 0;
-    if (kMaskBits) {  // the map does not say what the bounds of the call hide
-      const KeyRange all = keys_seen_by_all(band_of(p), n, row, min(row + kBlockRows, n.sq) - 1);
-      const int key = block.block * kBlockKeys;
-      if (is_partial(all, key, key + kBlockKeys)) state |= kMasked;
-    }
+    int state = !kMaskBits && seen.is_partial() ? +kModHides : 0;
+    // The map does not say what the bounds of the call hide.
+    const KeyRange all = keys_seen_by_all(band_of(p), n, row, min(row + kBlockRows, n.sq) - 1);
+    const int key = block.block * kBlockKeys;
+    if (is_partial(all, key, key + kBlockKeys)) state |= kMasked;
     if (!seen.next()) state |= kLastStep;
     if constexpr (kMaskBits) mask.next = mask_place(p, block, seen);
     if (kOrderedDq)
@@ -295,10 +294,10 @@ __device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const
 }
 
 // P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `bias`: that of the thread's four scores there. `slopes`: their
-// derivatives, kHasScoreSlope. `masked`: the step's tile is partial.
+// derivatives, kHasScoreSlope. `state`: of the step.
 __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
                                               const Exponents& at, const float* bias, float (&slopes)[4],
-                                              bool masked) {
+                                              int state) {
   float low;
   float high;
   load_shared_pair(at.shift + 32 * j, low, high);
@@ -310,7 +309,7 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
     x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias[i], i & 1 ? high : low, p.p_log2));
   }
   if constexpr (kMapsTiles != 0) {
-    if (!masked) return;
+    if (!(state & kModHides)) return;
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       if (mask_mod_hides(p, at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0))) X[4 * j + i] = 0;

@@ -164,7 +164,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
             const int j = 2 * part + half;
             float slopes[4];
             if constexpr (kBiasTile != 0) load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 0, j, bias);
-            probabilities(p, X, j, exponents, bias + 4 * half, slopes, step.state & kMasked);
+            probabilities(p, X, j, exponents, bias + 4 * half, slopes, step.state);
             if (kHasScoreSlope) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
             if (kHasScoreSlope)
               factors[2 * half + 1] = pack_factors(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);

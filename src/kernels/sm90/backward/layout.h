@@ -55,11 +55,12 @@ struct Step {
   int state;  // bits of StepState
 };
 enum StepState : int {
-  kMasked = 1,       // some row does not see some key
-  kLastStep = 2,     // of its work tile
-  kCounted = 4,      // kRoundsDq: the additions of the steps so far are counted after it
-  kHeadOfSplit = 8,  // with dropout, without a map: times the number of the q head in its split
-  kBlockBefore = 8,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
+  kMasked = 1,        // the bounds of the call hide some key from some row
+  kLastStep = 2,      // of its work tile
+  kCounted = 4,       // kRoundsDq: the additions of the steps so far are counted after it
+  kModHides = 8,      // mask_mod hides some key from some row
+  kHeadOfSplit = 16,  // with dropout, without a map: times the number of the q head in its split
+  kBlockBefore = 16,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
 };
 
 // Where the words of a mask of bits begin of a step and of the next one, for the first 64 keys of the key block; -1 where

@@ -21,19 +21,15 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
   SeenTiles<> seen = walk_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block, keys.begin, keys.end,
                                    /*down=*/true);
   const Keys source = keys_of(p, q_tile, n);
-  // With bits of a mask the map does not say what the bounds of the call hide, nor that the keys end in a tile.
-  KeyRange seen_by_all = {0, 0};
-  if (kMaskBits) {
-    const int row = kStripRows * first_strip(n.sq, kConsumers, q_tile.block);
-    const int end = kStripRows * first_strip(n.sq, kConsumers, q_tile.block + 1);
-    seen_by_all = keys_seen_by_all(band_of(p), n, row, min(end, n.sq) - 1);
-  }
+  // The map does not say what the bounds of the call hide, nor that the keys end in a tile.
+  const int row = kStripRows * first_strip(n.sq, kConsumers, q_tile.block);
+  const int end = kStripRows * first_strip(n.sq, kConsumers, q_tile.block + 1);
+  const KeyRange seen_by_all = keys_seen_by_all(band_of(p), n, row, min(end, n.sq) - 1);
   const auto tell_ahead = [&] {  // of the tile of the walk
     if (!seen.more()) return -1;
-    if (!kMaskBits) return told_of(seen.tile, seen.is_partial());
     const bool partial = is_partial(seen_by_all, seen.tile * kBlockKeys, (seen.tile + 1) * kBlockKeys);
-    return told_of(seen.tile, (seen.is_partial() ? +kBitsHide : 0) |
-                                  (partial ? +(kBoundsApart ? kBoundsHide : kBitsHide) : 0));
+    return told_of(seen.tile, (seen.is_partial() ? +kMaskHides : 0) |
+                                  (partial ? +(!kMaskBits || kBoundsApart ? kBoundsHide : kMaskHides) : 0));
   };
   int here = tell_ahead();
   const KeyTiles first = {here, here};  // of a view, which has no other tiles
@@ -45,7 +41,7 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
     const bool last = !seen.next();
     const int ahead = tell_ahead();
     load.tell({tile, last ? tile : 0, told_hides(here), ahead});
-    load.load_k(source, tile, strip_of, kMaskBits && (here & kBitsHide));
+    load.load_k(source, tile, strip_of, kMaskBits && (here & kMaskHides));
     if (loads_q) load_q(first);
     load.load_v(source, tile);
     here = ahead;
@@ -249,7 +245,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const ToldTile told = load_shared_struct_uniform<ToldTile>(told_address(keys));
     walk.tile = told.tile;
     walk.last = told.last;
-    walk.full_end = told.partial;
+    walk.full_end = told.hides;
   };
   const auto take_tile = [&](KeyWalk& walk) {  // K of the walk's next tile
     keys.wait_full();
@@ -311,15 +307,18 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if constexpr (kMaskBits) return;  // the caller hides
       const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
       if (masked) hide_keys<true>(S, visible, key);
-      if constexpr (kMapsTiles && !kMaskBits)
-        if (masked) hide_by_mask_mod(p, S, view, walk.diagonal, key);
+      if constexpr (kMapsTiles && !kMaskBits) {
+        // Without bounds few tiles have keys hidden by them, at the end of a sequence.
+        if (kHasLeft || kHasRight ? walk.full_end & kMaskHides : masked)
+          hide_by_mask_mod(p, S, view, walk.diagonal, key);
+      }
     };
     // The words of a mask of bits lie with K. `hides`: bits of TileHides of its tile.
     u32 mask[max_of(kMaskWords, 1)];
     const auto load_mask = [&](int hides) {
       const u32 at = keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes + threadIdx.x % 128 * 4;
 #pragma unroll
-      for (int i = 0; i < kMaskWords; ++i) mask[i] = hides & kBitsHide ? load_shared(at + i * kMaskThreads * 4) : ~0;
+      for (int i = 0; i < kMaskWords; ++i) mask[i] = hides & kMaskHides ? load_shared(at + i * kMaskThreads * 4) : ~0;
     };
     const auto release_keys = [&](int hides) {
       if (hides) keys.release_loaded(leader);
@@ -475,7 +474,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           // last wait; where bounds hide, too, few tiles of a call have one.
           const int hides = walk.full_end;
           if (hides == 0) step(0);
-          else if (!kBoundsApart || hides == kBitsHide) step(kBitsHide);
+          else if (!kBoundsApart || hides == kMaskHides) step(kMaskHides);
           else step(hides);
         } else {
           step(0);
