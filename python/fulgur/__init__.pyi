@@ -147,7 +147,7 @@ class Quantized:
     ) -> Any: ...
 
 class _AnyPlan:
-    def explain(self) -> str: ...
+    def explain(self, *, bias: _DLPack | None = None, tensors: Mapping[str, _DLPack] | None = None) -> str: ...
     def details(self) -> dict[str, Any]: ...
     def workspace(self) -> WorkspaceNeed: ...
 
@@ -1582,7 +1582,7 @@ def explain(
 
     On the CPU also how long a call of these lengths is expected to take and what binds it. The
     first such call of a process measures the peaks of the machine, in some 10 to 40 ms. With
-    ``mask_mod`` also how many tiles that hides, shows in full, and in part.
+    ``mask_mod`` or a ``bias`` of bools also how many tiles that hides, shows in full, and in part.
 
     Args:
         q, k, v: arrays as for :func:`attention`, or only their shapes; nothing is computed. Their

@@ -131,6 +131,15 @@ def _is_cupy(array):
     return cupy is not None and isinstance(array, cupy.ndarray)
 
 
+def in_host_memory(array):
+    """The array, or a copy of one on a GPU."""
+    if _is_torch(array):
+        return array.cpu()
+    if _is_cupy(array):
+        return array.get()
+    return np.asarray(array) if _is_jax(array) else array
+
+
 def run_stream(q, given):
     """The handle of a call's stream; 0 is the default one."""
     stream = given.get("stream")

@@ -103,10 +103,21 @@ class _AnyPlan:
     def __init__(self, plan):
         self._plan = plan
 
-    def explain(self):
+    def explain(self, *, bias=None, tensors=None):
         """The plan in words: engine, tiles, splits, bytes, flops, what was rejected and why; on the
-        CPU also how long a call is expected to take, by peaks measured when first asked for."""
-        return self._plan.explain()
+        CPU also how long a call is expected to take, by peaks measured when first asked for.
+
+        With the ``tensors`` that ``mask_mod`` indexes, an empty dict where it indexes none, or a
+        ``bias`` of bools also how many tiles these hide, show in full, and in part.
+        """
+        if bias is None and tensors is None:
+            return self._plan.explain()
+
+        def view(name, array, **at):
+            return _a.view(name, _a.in_host_memory(array), **at)
+
+        values = {} if bias is None else {"bias": view("bias", bias)}
+        return self._plan.explain_tiles(values | _e.of_call({"tensors": tensors}, view=view)[1].get("tensors", {}))
 
     def details(self):
         """The plan as a dict: what :meth:`explain` says, as data.
@@ -228,7 +239,7 @@ def explain(q, k, v, **given):
 
     On the CPU also how long a call of these lengths is expected to take and what binds it. The
     first such call of a process measures the peaks of the machine, in some 10 to 40 ms. With
-    ``mask_mod`` also how many tiles that hides, shows in full, and in part.
+    ``mask_mod`` or a ``bias`` of bools also how many tiles that hides, shows in full, and in part.
 
     Args:
         {arguments}
@@ -258,6 +269,9 @@ def explain(q, k, v, **given):
 
 def _explained(plan, given):
     """What a plan says, with the tiles of a mask."""
-    if given.get("mask_mod") is None and given.get("score_mod") is None:
-        return plan.explain()
-    return plan._plan.explain_tiles(_e.of_call(given)[1]["tensors"])
+    bias, tensors = given.get("bias"), given.get("tensors")
+    if bias is not None and _a.view("bias", bias).dtype != "bool":
+        bias = None
+    if given.get("mask_mod") is not None and tensors is None:
+        tensors = {}
+    return plan.explain(bias=bias, tensors=tensors)

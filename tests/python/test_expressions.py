@@ -184,6 +184,24 @@ def test_plans():
             shape, shape, shape, mask_mod="doc[q] == doc[k]", tensors={"doc": doc}, backward=backward
         )
         assert re.search(r"^tiles +of q head 0: \d+ hidden, \d+ shown in full, \d+ in part$", text, re.M)
+    mask = (doc[:, None] == doc)[None, None]
+    counts = [
+        re.search(r"^tiles .*$", fulgur.explain(shape, shape, shape, **of), re.M)[0]
+        for of in (
+            dict(bias=mask), dict(mask_mod="doc[q] == doc[k]", tensors={"doc": doc}),
+            dict(bias=mask, backward=True), dict(mask_mod="doc[q] == doc[k]", tensors={"doc": doc}, backward=True),
+        )
+    ]  # fmt: skip
+    assert counts[:3:2] == counts[1::2]
+    numbers = np.zeros(mask.shape, np.float32)
+    assert "tiles  " not in fulgur.explain(shape, shape, shape, bias=numbers)
+    assert "tiles  " not in fulgur.explain(shape, shape, shape, score_mod="score + doc[k]", tensors={"doc": doc})
+    planned = fulgur.plan(shape, shape, shape, bias=mask)
+    assert "tiles  " not in planned.explain() and counts[0] in planned.explain(bias=mask)
+    planned = fulgur.plan(shape, shape, shape, mask_mod="k < 4 || delta <= 0")
+    assert "tiles  " not in planned.explain() and "tiles  " in planned.explain(tensors={})
+    with pytest.raises(ValueError, match="^bias: got .* as planned$"):
+        fulgur.plan(shape, shape, shape, bias=mask).explain(bias=mask[..., 1:])
     for array in (table, other):
         given = {"scale": np.full(1, 0.5, np.float32), "table": array}  # in another order
         out, lse = plan.run(q, k, v, tensors=given)
