@@ -175,6 +175,8 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     set_problem(p, plan, plan);
     plan.dq_method = dq_method;
     plan.maps_tiles = plan.mask_mod;
+    // In an order key blocks wait for others where a mask leaves them nothing to do meanwhile.
+    if (plan.maps_tiles && dq_method == DqMethod::kOrdered && !p.deterministic) continue;
     if (bits) {
       if (needs_wide(plan)) continue;  // its warpgroups have no registers for words of the mask
       pack_mask(plan);
