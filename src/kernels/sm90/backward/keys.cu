@@ -295,11 +295,13 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
             float slope[4];
             if constexpr (kBiasTile != 0)
               load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
-            probabilities(p, X, j, exponents, bias + j % 2 * 4, slope, step.state);
+            probabilities(p, X, j, exponents, bias + j % 2 * 4, slope);
             if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
             if (kHasScoreSlope) slopes.packed[2 * j + 1] = ElementSlope::pack(slope[2], slope[3]);
           }
           if (hides) hide_by_bits(X, mask.words, 0);
+          if constexpr (kMapsTiles && !kMaskBits)
+            if (step.state & kModHides) hide_by_mask_mod(p, X, exponents);
         };
         // Selections come between exponentials, which bind, as long as no branch does, nor one after the wait.
         if (mask.hides) exponentials(true);

@@ -294,10 +294,9 @@ __device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const
 }
 
 // P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `bias`: that of the thread's four scores there. `slopes`: their
-// derivatives, kHasScoreSlope. `state`: of the step.
+// derivatives, kHasScoreSlope.
 __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
-                                              const Exponents& at, const float* bias, float (&slopes)[4],
-                                              int state) {
+                                              const Exponents& at, const float* bias, float (&slopes)[4]) {
   float low;
   float high;
   load_shared_pair(at.shift + 32 * j, low, high);
@@ -308,11 +307,29 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
     if (kHasScoreSlope) slopes[i] = score_slope(p, entry, x);
     x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias[i], i & 1 ? high : low, p.p_log2));
   }
-  if constexpr (kMapsTiles != 0) {
-    if (!(state & kModHides)) return;
+}
+
+// Bits of a thread's entries [first, end) of a step, up to 32, 1 where mask_mod hides one. They are found in a loop: as
+// text for each entry they were a fifth of what the compiler takes, and kernels were slower.
+__device__ __forceinline__ u32 hidden_by_mask_mod(const BackwardParams& p, const Exponents& at, int first, int end) {
+  u32 bits = 0;
+#pragma unroll 1
+  for (int j = first / 4; j < end / 4; ++j)
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      if (mask_mod_hides(p, at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0))) X[4 * j + i] = 0;
+      bits = bits >> 1 | u32(mask_mod_hides(p, at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0))) << 31;
+  return bits >> (32 - (end - first));
+}
+
+// 0 for the entries that mask_mod hides.
+__device__ __forceinline__ void hide_by_mask_mod(const BackwardParams& p, float (&X)[kBlockRows / 2],
+                                                 const Exponents& at) {
+#pragma unroll
+  for (int first = 0; first < kBlockRows / 2; first += 32) {
+    const int end = min_of(first + 32, kBlockRows / 2);
+    const u32 hidden = hidden_by_mask_mod(p, at, first, end);
+#pragma unroll
+    for (int i = first; i < end; ++i) X[i] = hidden >> (i - first) & 1 ? 0 : X[i];
   }
 }
 

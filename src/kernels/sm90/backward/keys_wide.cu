@@ -155,6 +155,9 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         // P^T = exp(S^T - LSE). The other warpgroup gets P^T times the score's derivative, and masks it itself.
         exchange.wait_read();
         const Exponents exponents = exponents_of(p, step, n, block.batch, key, q);
+        u32 hidden = 0;
+        if constexpr (kMapsTiles != 0)
+          if (step.state & kModHides) hidden = hidden_by_mask_mod(p, exponents, 0, kBlockRows / 2);
 #pragma unroll
         for (int part = 0; part < kBlockRows / 16; ++part) {
           u32 factors[4];
@@ -164,7 +167,9 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
             const int j = 2 * part + half;
             float slopes[4];
             if constexpr (kBiasTile != 0) load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 0, j, bias);
-            probabilities(p, X, j, exponents, bias + 4 * half, slopes, step.state);
+            probabilities(p, X, j, exponents, bias + 4 * half, slopes);
+#pragma unroll
+            for (int i = 4 * j; i < 4 * j + 4; ++i) X[i] = hidden >> i & 1 ? 0 : X[i];
             if (kHasScoreSlope) factors[2 * half] = pack_factors(X[4 * j] * slopes[0], X[4 * j + 1] * slopes[1]);
             if (kHasScoreSlope)
               factors[2 * half + 1] = pack_factors(X[4 * j + 2] * slopes[2], X[4 * j + 3] * slopes[3]);
