@@ -105,11 +105,12 @@ class WavePlanner {
     return best.cycles + kRowsCycles;
   }
 
-  /// Whether key blocks have the same length and come in rounds, of which the last one is
-  /// incomplete, so that all end together if the last blocks are cut. The CTAs are then at all rows
-  /// of a section at once, which L2 has to hold.
+  /// Whether key blocks have the same length, but for what a bool mask hides, and come in rounds,
+  /// of which the last one is incomplete, so that all end together if the last blocks are cut. The
+  /// CTAs are then at all rows of a section at once, which L2 has to hold.
   bool may_cut(int heads) const {
-    const bool equal = !plan_.repairs() && !p_.packed;
+    const bool bounded = plan_.has_left || plan_.has_right;
+    const bool equal = !p_.packed && (plan_.mask_bits ? !bounded : !plan_.repairs());
     const int64_t blocks = int64_t{work_.key_blocks} * heads;
     return equal && plan_.dq_method == DqMethod::kAtomic && plan_.splits == 1 &&
            work_.row_tiles > 0 && blocks >= 2 * sms_ && blocks % sms_ != 0 &&

@@ -8,6 +8,12 @@ __device__ __forceinline__ int load_acquire(const int* at) {
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
   return value;
 }
+// load_acquire() where another value than the one before is not certain to come.
+__device__ __forceinline__ int look_acquire(const int* at) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
 // The same before it is known to be the one that is waited for: the load is on its way while other work goes on.
 __device__ __forceinline__ int load_early(const int* at) {
   int value;

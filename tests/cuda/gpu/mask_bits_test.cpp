@@ -65,6 +65,9 @@ std::vector<MaskCase> mask_cases() {
       {shape(130, 200, 192), Pattern::kChecked},
       {shape(66, 140, 256, causal()), Pattern::kRandom},
       {shape(190, 333, 128, window(100, 40)), Pattern::kRandom, false, false, false, 132},
+      // With key blocks that are cut: more than two for each SM.
+      {shape(330, 300, 128), Pattern::kRandom, false, false, true, 5},
+      {shape(300, 300, 64), Pattern::kDocuments, true, false, true, 5},
   };
   all[4].c.seqused = all[4].c.seqused_q = true;
   all[8].c.sinks = true;

@@ -364,12 +364,27 @@ TEST(BackwardPlan, LastBlocksAreCut) {
     }
     return cut_blocks;
   };
+  // As bits a bool mask leaves blocks their length; as a bias any mask may leave gradients to
+  // repair.
+  const auto cut_of_bits = [](ForwardShape shape, const Mask& mask = {}) {
+    shape.bias = DType::kBool;
+    shape.mask = mask;
+    Problem p = backward_problem(shape);
+    p.bias.head = p.bias.batch = 0;
+    std::set<std::pair<bool, bool>> found;
+    for (const BackwardPlan& plan : plans(p))
+      if (plan.dq_method == DqMethod::kAtomic) found.emplace(plan.mask_bits, plan.cut_blocks > 0);
+    return found;
+  };
   for (const int64_t s : {4096, 8192, 16384}) {
     for (const int64_t d : {64, 80, 96, 128}) {
       const ForwardShape shape = {
           .batch = 16384 / s, .sq = s, .sk = s, .hq = 2048 / d, .hk = 2048 / d, .d = d};
       EXPECT_EQ(cut(shape), 131) << d << " " << s;
       EXPECT_EQ(cut(shape, {.deterministic = true}), 0);
+      EXPECT_EQ(cut_of_bits(shape), (std::set{std::pair{true, true}, std::pair{false, false}}));
+      EXPECT_EQ(cut_of_bits(shape, causal()),
+                (std::set{std::pair{true, false}, std::pair{false, false}}));
       ForwardShape other = shape;
       other.mask = causal();
       EXPECT_EQ(cut(other), 0);

@@ -84,13 +84,6 @@ __device__ __forceinline__ int additions_of(const BackwardParams& p, const KeyBl
   return (blocks.end - blocks.begin) * kDqPanels;
 }
 
-// load_acquire() where another value than the one before is not certain to come.
-__device__ __forceinline__ int look_acquire(const int* at) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-  return value;
-}
-
 // Whether all other key blocks have counted their additions to 64 rows. They are about to, so that it pays to look
 // again; but nothing promises that they run at the same time.
 __device__ __forceinline__ bool others_have_added(const BackwardParams& p, int rows, int all) {

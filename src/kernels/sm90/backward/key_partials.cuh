@@ -73,9 +73,12 @@ __device__ __forceinline__ void arrive_first_part(const BackwardParams& p) {
 }
 
 // Waits until all warps are counted. This ends: CTAs take first parts before all other work tiles, so that CTAs that
-// run have all of them; and a CTA stores the partial gradients of its own first part before it waits here.
+// run have all of them; and a CTA stores the partial gradients of its own first part before it waits here. With a map,
+// which may leave second parts nothing to do, a CTA may come here again.
 __device__ __forceinline__ void wait_for_first_parts(const BackwardParams& p) {
-  while (load_acquire(p.first_parts) < warps_of_first_parts(p)) {
+  if (!kMapsTiles || look_acquire(p.first_parts) < warps_of_first_parts(p)) {
+    while (load_acquire(p.first_parts) < warps_of_first_parts(p)) {
+    }
   }
   __syncwarp();
 }

@@ -24,8 +24,8 @@ enum : int {
   kMaskWords = kMaskBits ? kBlockRows / kMaskWordColumns : 0,  // of a thread, of a step
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
   kDqTilesOfStep = kRowSteps * kDqPanels,
-  // The last key blocks may be cut into two work tiles.
-  kCuts = kDqMethod == int(DqMethod::kAtomic) && !kHidesKeys && !kPacked,
+  // The last key blocks may be cut into two work tiles: where all see all rows, a bool mask apart.
+  kCuts = kDqMethod == int(DqMethod::kAtomic) && !kPacked && (!kHidesKeys || (kMaskBits && !kHasLeft && !kHasRight)),
 };
 
 // The places of dS, with what kernel_config.h fixes of them told to the compiler.
