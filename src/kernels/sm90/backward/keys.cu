@@ -22,7 +22,10 @@ enum : int {
   kScoresAhead = !kKeyGradients,  // the second product is S^T of the next step
   kOverlaps = kLeavesOut || (kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96)),
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
-  kMaskRegisters = kBiasTile == 1 + kBool ? 16 : kMaskBits ? 8 : 0,
+  // Selections by bits of a mask come after the exponentials, where words take no registers from operands. Up to 64
+  // dims they come between them: steps of 128 rows leave no registers otherwise.
+  kHidesAfter = kMaskBits && max_of(kHeadDim, kValueDim) > 64,
+  kMaskRegisters = kBiasTile == 1 + kBool ? 16 : kMaskBits && !kHidesAfter ? 8 : 0,
   kHeldRegisters = (kKeyGradients ? kHeadDim / 2 + kValueDim / 2 : kBlockRows / 2) + kBlockRows / 2 +
                    kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) + kMaskRegisters,
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
@@ -303,9 +306,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           if constexpr (kMapsTiles && !kMaskBits)
             if (step.state & kModHides) hide_by_mask_mod(p, X, exponents);
         };
-        // Selections come between exponentials, which bind, as long as no branch does, nor one after the wait.
-        if (mask.hides) exponentials(true);
+        // Selections come between exponentials as long as no branch does, nor one after the wait.
+        if (!kHidesAfter && mask.hides) exponentials(true);
         else exponentials(false);
+        if (kHidesAfter && mask.hides) hide_by_bits(X, mask.words, 0);
         if (step.state & kMasked) hide_rows(X, visible_rows<kBlockRows>(p, n, key, step.row));
         mask = next;
       };
