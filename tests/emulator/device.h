@@ -189,6 +189,10 @@ inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigne
 inline unsigned __umulhi(unsigned a, unsigned b) {
   return unsigned((unsigned long long)(a)*b >> 32);
 }
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+  for (int i = 0; i < 32; i += 8) sum += (a >> i & 255) * (b >> i & 255);
+  return sum;
+}
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   unsigned result = 0;

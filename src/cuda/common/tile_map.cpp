@@ -17,7 +17,7 @@ constexpr const char* kMap = "fulgur_tile_map";
 constexpr const char* kMapOfRows = "fulgur_map_of_rows";
 
 constexpr const char* kPack = "fulgur_pack_mask";
-constexpr int kPackedCells = 4;                          // that a CTA of it packs
+constexpr int kPackedCells = 8;                          // that a CTA of it packs
 constexpr double kPackedShare = 0.6;                     // of what the memory gives
 constexpr double kPackCycles = 3000, kMapCycles = 3000;  // of launches
 constexpr double kMaxMaskScores = 0x1p35;  // of the largest mask: ints count its words

@@ -10,29 +10,34 @@
 
 enum : int {
   kWordsOfTile = kMapByKeys ? 1 : mask_words(kBlockKeys),
-  kCells = 4,   // that a CTA packs: 64 rows of scores with up to 64 keys, of which each thread has a word
+  kCells = 8,   // that a CTA packs: 64 rows of scores with up to 64 keys, of which each thread has a word
   kChunk = 16,  // keys that a thread loads at a time
-  kRows = kMapByKeys ? kCells * kStripRows : +kStripRows,
-  kChunks = kMapByKeys ? kMaskWordColumns / kChunk : kCells / kWordsOfTile * kBlockKeys / kChunk,  // of a row
-  kLoads = kRows * kChunks / kMaskThreads,
   kChunksOfCell = kMaskWordColumns / kChunk,
+  kChunksOfTile = kMapByKeys ? +kChunksOfCell : kBlockKeys / kChunk,
+  kRows = kMapByKeys ? kCells * kStripRows : +kStripRows,
+  kChunks = kMapByKeys ? +kChunksOfCell : kCells / kWordsOfTile * kChunksOfTile,  // of a row
+  kRowsAtOnce = kMaskThreads / kChunks,  // a thread has a chunk of each so many rows
+  kLoads = (kRows + kRowsAtOnce - 1) / kRowsAtOnce,
   // By chunks and rows or the other way round, so that threads read few words, of different banks.
   kLines = kMapByKeys ? +kChunks : +kRows,
-  kColumns = kMapByKeys ? kRows + 8 : +kChunks,
+  kColumns = kMapByKeys ? kRows / 4 + 2 : kCells + 1,
 };
-static_assert(kCells % kWordsOfTile == 0 && kRows * kChunks % kMaskThreads == 0);
+static_assert(kCells % kWordsOfTile == 0 && kRowsAtOnce > 0 && kCells <= 32);
 
 using KeyBits = unsigned short;  // of a chunk
 
-using PartBits = KeyBits[kLines][kColumns];
+// Those of four rows, kMapByKeys, or of the chunks of a row that a cell has.
+struct alignas(8) FourBits {
+  KeyBits of[kChunksOfCell];
+};
+using PartBits = FourBits[kLines][kColumns];
 
-// A bit for each of four bytes, 1 where it is not 0.
-__device__ __forceinline__ u32 bits_of_bytes(u32 x) {
-  const u32 ones = (((x & 0x7f7f7f7f) + 0x7f7f7f7f) | x) >> 7 & 0x01010101;
-  return ones * 0x10204080 >> 28;
-}
+// A bit for each byte, 1 where it is not 0: their highest bits are added with the weights of the bits.
 __device__ __forceinline__ u32 bits_of_bytes(const uint4& x) {
-  return bits_of_bytes(x.x) | bits_of_bytes(x.y) << 4 | bits_of_bytes(x.z) << 8 | bits_of_bytes(x.w) << 12;
+  const auto highest = [](u32 bytes) { return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080; };
+  const u32 low = __dp4a(highest(x.y), 0x80402010u, __dp4a(highest(x.x), 0x08040201u, 0u));
+  const u32 high = __dp4a(highest(x.w), 0x80402010u, __dp4a(highest(x.z), 0x08040201u, 0u));
+  return (low + (high << 8)) >> 7;
 }
 
 // Ones for the keys of a chunk that there are, of `keys` from its first one on.
@@ -44,76 +49,77 @@ struct Part {
   int key, keys;
 };
 
-// The bits of all chunks of a part: `wide` loads of a chunk, all before the first is used, or loads of a key.
+// The bits of all chunks of a part: `wide` loads of a chunk, all before the first is used, or loads of a key. Rows that
+// there are not see all keys that there are.
 template <bool wide>
 __device__ __forceinline__ void load_part(const DenseBias& bias, const unsigned char* mask, const Part& part,
                                           PartBits& bits_of) {
-  const auto place = [](int i) { return i * kMaskThreads + int(threadIdx.x); };
-  const auto store = [&](int row, int chunk, u32 bits) {
-    if (row >= part.rows) bits = ones_of_chunk(part.keys - chunk * kChunk);
-    (kMapByKeys ? bits_of[chunk][row] : bits_of[row][chunk]) = static_cast<KeyBits>(bits);
+  const int chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks, keys = part.keys - chunk * kChunk;
+  if (first >= kRowsAtOnce) return;
+  const unsigned char* at = mask + (part.row + first) * bias.row + (part.key + chunk * kChunk) * bias.key;
+  const u32 ones = ones_of_chunk(keys);
+  const int in_tile = chunk % kChunksOfTile;
+  const int cell = chunk / kChunksOfTile * kWordsOfTile + in_tile / kChunksOfCell;
+  const auto store = [&](int row, u32 bits) {
+    if (row >= kRows) return;
+    KeyBits& to = kMapByKeys ? bits_of[chunk][row / 4].of[row % 4] : bits_of[row][cell].of[in_tile % kChunksOfCell];
+    to = static_cast<KeyBits>(bits);
   };
   if constexpr (wide) {
     uint4 loaded[kLoads];
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      const int row = place(i) / kChunks, key = place(i) % kChunks * kChunk;
       loaded[i] = {0, 0, 0, 0};
-      if (row < part.rows && key < part.keys)
-        loaded[i] = *reinterpret_cast<const uint4*>(mask + (part.row + row) * bias.row + part.key + key);
+      if (first + i * kRowsAtOnce < part.rows && keys > 0) loaded[i] = *reinterpret_cast<const uint4*>(at);
+      at += kRowsAtOnce * bias.row;
     }
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) store(place(i) / kChunks, place(i) % kChunks, bits_of_bytes(loaded[i]));
+    for (int i = 0; i < kLoads; ++i) {
+      const int row = first + i * kRowsAtOnce;
+      store(row, row < part.rows ? bits_of_bytes(loaded[i]) : ones);
+    }
   } else {
 #pragma unroll 1
-    for (int i = 0; i < kLoads; ++i) {
-      const int row = place(i) / kChunks, key = place(i) % kChunks * kChunk;
-      const unsigned char* const at = mask + (part.row + row) * bias.row + (part.key + key) * bias.key;
+    for (int row = first; row < kRows; row += kRowsAtOnce) {
       unsigned char loaded[kChunk];
 #pragma unroll
-      for (int j = 0; j < kChunk; ++j) loaded[j] = row < part.rows && key + j < part.keys ? at[j * bias.key] : 0;
+      for (int j = 0; j < kChunk; ++j) loaded[j] = row < part.rows && j < keys ? at[j * bias.key] : 0;
       u32 bits = 0;
 #pragma unroll
       for (int j = 0; j < kChunk; ++j) bits |= u32(loaded[j] != 0) << j;
-      store(row, key / kChunk, bits);
+      store(row, row < part.rows ? bits : ones);
+      at += kRowsAtOnce * bias.row;
     }
   }
 }
 
-// Of a row's bits of 64 keys those of a thread's columns, in the order of half a word.
-__device__ __forceinline__ u32 half_of_columns(u32 low, u32 high) {
-  const u32 a = low >> thread_column() & 0x03030303, b = high >> thread_column() & 0x03030303;
-  return ((a | a >> 14) & 0x0f0f) | ((b | b >> 14) & 0x0f0f) << 4;
+// Of bits of 64 keys of rows r and r + 8 those of a thread's columns, as in a word.
+__device__ __forceinline__ u32 word_of_columns(const uint2& row, const uint2& row8) {
+  const auto own = [](u32 x, u32 y) {
+    const u32 fours = (x >> thread_column() & 0x03030303) | (y >> thread_column() & 0x03030303) << 2;
+    return fours | fours >> 4;
+  };
+  return __byte_perm(own(row.x, row8.x), own(row.y, row8.y), 0x6420);
 }
 
 // The word of a thread for a cell of the CTA. With its rows and keys the other way round for kMapByKeys: a thread has
 // bits r and r + 8 of the 16 keys of its warp, of two rows in 32 bits.
 __device__ __forceinline__ u32 word_of_cell(const PartBits& bits_of, int cell) {
   if constexpr (kMapByKeys) {
-    u32 sums[2] = {0, 0};  // of odd and even eights of rows: bits of keys r and r + 8 of a row, and of the next one
+    u32 word = 0;
 #pragma unroll
     for (int eight = 0; eight < 8; ++eight) {
       const int row = kStripRows * cell + 8 * eight + int(thread_column());
-      const u32 two = *reinterpret_cast<const u32*>(&bits_of[threadIdx.x / 32][row]);
-      sums[eight % 2] |= (two >> thread_row() & 0x01010101) << eight / 2 * 2;
-    }
-    return __byte_perm(sums[0] | sums[0] >> 15, sums[1] | sums[1] >> 15, 0x5140);
-  } else {
-    u32 word = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      u32 bits[2] = {0, 0};
-#pragma unroll
-      for (int i = 0; i < kChunksOfCell; ++i) {
-        const int chunk = cell % kWordsOfTile * kChunksOfCell + i;  // of the tile
-        if (chunk < kBlockKeys / kChunk)
-          bits[i / 2] |= u32(bits_of[warp_row() + thread_row() + 8 * half]
-                                    [cell / kWordsOfTile * (kBlockKeys / kChunk) + chunk])
-                         << i % 2 * kChunk;
-      }
-      word |= half_of_columns(bits[0], bits[1]) << 16 * half;
+      const u32 two = *reinterpret_cast<const u32*>(&bits_of[threadIdx.x / 32][row / 4].of[row % 4]);
+      // Bits 0, 8, 16 and 24 are of keys r and r + 8 of a row, and of the next one: bits 0, 2, 1 and 3 of four.
+      word |= (two >> thread_row() & 0x01010101) * 0x01040208 >> 24 << 4 * eight;
     }
     return word;
+  } else {
+    // With bits of no keys after those of a tile, which nobody asks for.
+    const auto bits_of_row = [&](int row) { return *reinterpret_cast<const uint2*>(&bits_of[row][cell]); };
+    const int row = int(warp_row() + thread_row());
+    return word_of_columns(bits_of_row(row), bits_of_row(row + 8));
   }
 }
 
@@ -122,22 +128,30 @@ __device__ __forceinline__ u32 bits_that_exist(const Part& part, int cell) {
   // Rows of accumulators, of which bits are a half, and columns.
   const int tile = cell / kWordsOfTile, word = cell % kWordsOfTile;
   const int rows = (kMapByKeys ? part.keys : part.rows) - int(warp_row() + thread_row());
-  const int columns = kMapByKeys ? part.rows - kStripRows * cell
-                                 : min(part.keys - tile * kBlockKeys, +kBlockKeys) - word * kMaskWordColumns;
+  const int most = kMapByKeys ? +kMaskWordColumns : min(kBlockKeys - word * kMaskWordColumns, +kMaskWordColumns);
+  const int columns = min(kMapByKeys ? part.rows - kStripRows * cell
+                                     : part.keys - tile * kBlockKeys - word * kMaskWordColumns, most);
+  if (rows > 8 && columns == most) return u32((u64(1) << most / 2) - 1);
   const u64 ones = columns >= kMaskWordColumns ? ~u64(0) : (u64(1) << max(columns, 0)) - 1;
-  return half_of_columns(u32(ones), u32(ones >> 32)) * ((rows > 0) | (rows > 8) << 16);
+  const uint2 all = {u32(ones), u32(ones >> 32)}, none = {0, 0};
+  return word_of_columns(rows > 0 ? all : none, rows > 8 ? all : none);
 }
 
 // A CTA takes cells of a line.
 extern "C" __global__ void __launch_bounds__(kMaskThreads) fulgur_pack_mask(const __grid_constant__ TileMapParams p) {
   let_next_kernel_start();
-  __shared__ KeyBits bits_of_rows[kLines][kColumns];
+  __shared__ FourBits bits_of_rows[kLines][kColumns];
   const MaskBits& to = p.expression.bits;
   const MaskShape& of = p.mask;
-  const int chunks = (of.cells + kCells - 1) / kCells;
-  const int line = int(blockIdx.x / chunks) % of.lines, map = int(blockIdx.x / chunks) / of.lines;
-  const int first = int(blockIdx.x % chunks) * kCells;
-  const int batch = map / of.heads, head = map % of.heads;
+  const int parts = (of.cells + kCells - 1) / kCells;  // of a line
+  int line = int(blockIdx.x) / parts, batch = 0, head = 0;
+  const int first = (int(blockIdx.x) - line * parts) * kCells;
+  if (of.batches * of.heads > 1) {
+    const int map = line / of.lines;
+    line -= map * of.lines;
+    batch = map / of.heads;
+    head = map - batch * of.heads;
+  }
   const unsigned char* const mask =
       static_cast<const unsigned char*>(p.bias.data) + batch * p.bias.batch + head * p.bias.head;
   const long long words = batch * to.batch + head * to.head + line * to.strip + (long long)(first) * kMaskThreads;
@@ -151,17 +165,20 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads) fulgur_pack_mask(cons
   if (aligned && part.keys % kChunk == 0) load_part<true>(p.bias, mask, part, bits_of_rows);
   else load_part<false>(p.bias, mask, part, bits_of_rows);
   __syncthreads();
+  const int cells = min(of.cells - first, +kCells), lane = threadIdx.x % 32;
+  int state = 0;  // of the cell of this lane
 #pragma unroll
   for (int i = 0; i < kCells; ++i) {
-    if (first + i >= of.cells) break;
+    if (i >= cells) break;
     const u32 word = word_of_cell(bits_of_rows, i), exists = bits_that_exist(part, i);
     to.words[words + i * kMaskThreads + threadIdx.x] = word;
-    const int state = (__any_sync(0xffffffff, (word & exists) != 0) ? +kShowsSome : 0) |
-                      (__any_sync(0xffffffff, (~word & exists) != 0) ? +kHidesSome : 0);
-    if (threadIdx.x % 32 == 0)
-      reinterpret_cast<unsigned char*>(to.states + words / kMaskThreads + i)[threadIdx.x / 32] =
-          static_cast<unsigned char>(state);
+    const int shows = __any_sync(0xffffffff, (word & exists) != 0) ? +kShowsSome : 0;
+    const int hides = __any_sync(0xffffffff, (~word & exists) != 0) ? +kHidesSome : 0;
+    if (lane == i) state = shows | hides;
   }
+  if (lane < cells)
+    reinterpret_cast<unsigned char*>(to.states + words / kMaskThreads + lane)[threadIdx.x / 32] =
+        static_cast<unsigned char>(state);
 }
 
 // Whether a tile has keys that are seen, and whether the mask hides some of them, the bounds of the call apart.
@@ -179,15 +196,19 @@ __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map,
   u32 state = 0;
   if constexpr (kMapByKeys) {
     const int keys = (min(kBlockKeys * (key_tile + 1), p.sk) - 1) / kMaskWordColumns;
-#pragma unroll 1
-    for (int key = kBlockKeys * key_tile / kMaskWordColumns; key <= keys; ++key)
-      for (int row = first; row <= last; ++row) state |= states[key * strip + row];
+#pragma unroll
+    for (int i = 0; i < kBlockKeys / kMaskWordColumns; ++i)
+#pragma unroll
+      for (int j = 0; j < kBlockRows / kStripRows; ++j) {
+        const int key = kBlockKeys * key_tile / kMaskWordColumns + i, row = first + j;
+        if (key <= keys && row <= last) state |= states[key * strip + row];
+      }
   } else {
-#pragma unroll 1
-    for (int row = first; row <= last; ++row)
+#pragma unroll
+    for (int i = 0; i < kBlockStrips; ++i)
 #pragma unroll
       for (int word = 0; word < kWordsOfTile; ++word)
-        state |= states[row * strip + key_tile * kWordsOfTile + word];
+        if (first + i <= last) state |= states[(first + i) * strip + key_tile * kWordsOfTile + word];
   }
   state |= state >> 16;
   state |= state >> 8;

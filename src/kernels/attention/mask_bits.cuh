@@ -1,6 +1,6 @@
 // What the scores of a thread take from a bool mask of bits (host_device/expression.h, attention/mask_bits.cu). Bit
-// 16 h + 8 (g % 2) + 2 (g / 2) + c of a word is that of row r + 8 h and column 8 g + 2 q + c of 64 columns of
-// accumulators (fragment.cuh): in this order the compiler makes predicates of seven bits with one instruction.
+// 4 g + 2 h + c of a word is that of row r + 8 h and column 8 g + 2 q + c of 64 columns: bits have the order of
+// accumulators (fragment.cuh).
 #pragma once
 #include "kernel_config.h"
 #include "attention/fragment.cuh"
@@ -9,22 +9,14 @@
 // The bias whose tiles lie in shared memory, as kBias: a mask of bits has none.
 enum : int { kBiasTile = kMaskBits ? 0 : kBias };
 
-// The element of a thread's accumulators of 64 columns that a bit is of.
-__device__ constexpr int element_of_mask_bit(int bit) {
-  const int half = bit / 16, group = bit % 8 / 2 * 2 + bit / 8 % 2;
-  return 4 * group + 2 * half + bit % 2;
-}
-
 // `hidden` for the scores whose bits are 0. A word each 64 columns.
 template <int count, int words>
 __device__ __forceinline__ void hide_by_bits(float (&S)[count], const u32 (&mask)[words], float hidden) {
 #pragma unroll
   for (int word = 0; word < words; ++word)
 #pragma unroll
-    for (int bit = 0; bit < 32; ++bit) {
-      const int i = 32 * word + element_of_mask_bit(bit);
-      if (i < count) S[i] = mask[word] >> bit & 1 ? S[i] : hidden;
-    }
+    for (int bit = 0; bit < 32; ++bit)
+      if (const int i = 32 * word + bit; i < count) S[i] = mask[word] >> bit & 1 ? S[i] : hidden;
 }
 
 // A word of global memory that no kernel writes meanwhile.

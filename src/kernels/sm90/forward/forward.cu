@@ -327,7 +327,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     const auto hide = [&](int hides) {
       if constexpr (kBiasRows && kSeqUsedQ) {  // rows after the end of a sequence are seen
         const int valid = valid_rows(p, walk, view) - int(warp_row() + thread_row());
-        const u32 ones = (valid <= 0 ? 0xffffu : 0) | (valid <= 8 ? 0xffff0000u : 0);
+        const u32 ones = (valid <= 0 ? 0x33333333u : 0) | (valid <= 8 ? 0xccccccccu : 0);
 #pragma unroll
         for (u32& word : mask) word |= ones;
       }
