@@ -265,7 +265,7 @@ char* TileMap::pack(CUstream stream, char* memory, TileMapParams& params,
 
 void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
                      kernels::ExpressionArguments& tell) const {
-  if (words_ == 0) return;
+  if (!is_made()) return;
   TileMapParams params{};
   static_cast<AttentionParams&>(params) = call;
   params.shape = shape_;

@@ -49,6 +49,8 @@ class TileMap {
   /// Without a map it has none.
   TileMap(const Problem& problem, const AnyForwardKey& key, const MapTiles& tiles, Gpu& gpu);
 
+  /// Whether launch() launches kernels.
+  bool is_made() const { return words_ > 0; }
   /// Makes the map of a call in `memory`, and tells the call of it; without a map nothing.
   void launch(CUstream stream, char* memory, const AttentionParams& call,
               kernels::ExpressionArguments& tell) const;

@@ -121,9 +121,9 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
     cuda::launch(stream, values_kernel_, &params, {values_grid_}, 32 * values_warps_,
                  values_warps_ * kernels::kValuesWarpBytes, "launching the kernel that centres V");
   }
-  // Q, K and the first scores come while V is prepared.
-  const bool prepares_v = values_grid_ > 0 || plan_.widens_v;
-  const Start start = plan_.pairs && prepares_v ? Start::kEarly : Start::kAfterAll;
+  // Q, K and the first scores come while V is prepared; CTAs begin while the map is made.
+  const bool prepares_v = plan_.pairs && (values_grid_ > 0 || plan_.widens_v);
+  const Start start = prepares_v || map_.is_made() ? Start::kEarly : Start::kAfterAll;
   cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
                "launching the forward kernel", start);
   launch_padding(args, stream);

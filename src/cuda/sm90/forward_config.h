@@ -41,7 +41,7 @@ struct ForwardKey : AnyForwardKey {
     f("kBoxKeys", box_keys);
     f("kSplitTail", split_tail);
     f("kStore", store);
-    f("kEarlyStarts", pairs);
+    f("kEarlyStarts", pairs || maps_tiles);
   }
   bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 

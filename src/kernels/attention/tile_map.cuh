@@ -52,6 +52,7 @@ constexpr Span kNoSpan = {0x7fffffff, 0};
 template <class State>
 __device__ __forceinline__ void map_tiles(const TileMapParams& p, const State& state) {
   wait_for_earlier_kernels();
+  let_next_kernel_start();
   const MapShape& of = p.shape;
   const int blocks = kMapByKeys ? of.key_tiles : of.row_blocks;
   const int tiles = kMapByKeys ? of.row_blocks : of.key_tiles;

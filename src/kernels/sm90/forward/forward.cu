@@ -18,6 +18,7 @@
 template <class Params, class LoadQ, class StripOf>
 __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, const QTile& q_tile, const Lengths& n,
                                                 const KeyTiles& keys, const LoadQ& load_q, const StripOf& strip_of) {
+  wait_for_earlier_kernels();  // they make the map
   SeenTiles<> seen = walk_of_block(p.expression.map, q_tile.batch, q_tile.head, q_tile.block, keys.begin, keys.end,
                                    /*down=*/true);
   const Keys source = keys_of(p, q_tile, n);
@@ -101,7 +102,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
     const int next = lane == 0 ? int(gridDim.x) + atomicAdd(&p.counters[0], 1) : 0;
     number = __shfl_sync(0xffffffff, next, 0);
   }
-  wait_for_earlier_kernels();  // there may have been no V to wait for
+  wait_for_earlier_kernels();  // there may have been nothing to load
   // The last CTA to finish clears the counters for the next launch.
   if (lane == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), gridDim.x - 1) == gridDim.x - 1)
     p.counters[0] = 0;

@@ -47,7 +47,8 @@
 //   kSharesBlocks   1: the heads of a group share blocks of rows (host_device/strips.h), of which host_device/
 //                   work_tiles.h then counts one head
 //   kSplitTail      1: some blocks are cut into splits (host_device/work_tiles.h)
-//   kEarlyStarts    1: starts while the kernel that prepares V runs (device/dependent_launch.cuh)
+//   kEarlyStarts    1: starts while the kernel runs that prepares V, or the last one that makes the map of tiles
+//                   (device/dependent_launch.cuh)
 //
 // cuda/sm90/forward_plan.cpp lists the tiles that compile without spills, and cuda/jit/compile.cpp the compiler's
 // options. A launch is as many CTAs as the SMs hold, or as there are q tiles, of 128 * (kConsumers + 1) threads;
