@@ -89,6 +89,10 @@ __device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
 
 // 0, by way of a packed pair of numbers that are not negative: what is computed from it stays after them.
 __device__ __forceinline__ u32 zero_after(u32 packed) { return packed >> 31; }
+// x < 2^30, likewise, by way of any number: the bits of one from 2 on are 2^30 at least.
+__device__ __forceinline__ int same_after(int x, float number) {
+  return min(x, __float_as_int(fmaxf(fabsf(number), 2)));
+}
 
 // A struct of ints, 16 bytes at a time.
 template <class T>

@@ -321,10 +321,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 #pragma unroll
       for (int i = 0; i < kMaskWords; ++i) mask[i] = hides & kMaskHides ? load_shared(at + i * kMaskThreads * 4) : ~0;
     };
-    const auto release_keys = [&](int hides) {
-      if (hides) keys.release_loaded(leader);
-      else keys.release(leader);
-    };
     const auto hide = [&](int hides) {
       if constexpr (kBiasRows && kSeqUsedQ) {  // rows after the end of a sequence are seen
         const int valid = valid_rows(p, walk, view) - int(warp_row() + thread_row());
@@ -335,10 +331,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       hide_by_bits(S, mask, -infinity());
       if (hides & kBoundsHide) hide_keys<true>(S, visible, walk.tile * kBlockKeys + int(thread_column()));
     };
-    const auto hear_ahead = [&](int ahead) {  // of the next tile, not before P is made
-      ahead = uniform(ahead + int(zero_after(P[0])));
-      walk.tile = told_tile(ahead) + 1;
-      walk.full_end = told_hides(ahead);
+    const auto hear_ahead = [&](int ahead) {  // of the next tile, not before there are scores
+      return uniform(same_after(ahead, S[0]));
+    };
+    const auto go_ahead = [&](int told) {
+      walk.tile = told_tile(told) + 1;
+      walk.full_end = told_hides(told);
     };
     Kept<kBlockKeys> kept;
     const auto decide_dropout = [&] {  // with the products
@@ -380,17 +378,19 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if (kMaskBits && hides) load_mask(hides);
       wgmma_wait<0>();
       register_fence(S);
+      const int told = kMaskBits ? hear_ahead(ahead) : 0;
       if (!kBiasTile && !kMaskBits) keys.release(leader);
       adjust_scores(true);
       if constexpr (kHoldsBias) hide_by_bias(S, bias_words);
       if constexpr (kMaskBits) {
         if (hides) hide(hides);
-        release_keys(hides);
+        if (hides) keys.release_loaded(leader);
+        else keys.release(leader);
       }
       softmax_step<true>(S, P, O, rows, scale.then);
       if constexpr (kHoldsBias) keys.release_loaded(leader);
       if (kDropout) kept.drop(P);
-      if constexpr (kMaskBits) hear_ahead(ahead);
+      if constexpr (kMaskBits) go_ahead(told);
 
       if constexpr (kPInTurns) {
         // P(t) while P V(t + 1) is multiplied. Two tiles a turn, since sets of P are registers.
@@ -431,7 +431,11 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         if constexpr (kHoldsBias) hold_bias(bias_words, bias_tile());
         const auto step = [&](int hides) {
           const int ahead = told_ahead(keys);
-          if (hides) load_mask(hides);
+          if (hides) {
+            load_mask(hides);
+            fence_async_proxy();  // here the scores need not wait for it
+            __syncwarp();
+          }
           register_fence(O);
           wgmma_fence();
           // Made uniform anew, or the compiler would do so before each of the products.
@@ -452,14 +456,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           } else {
             decide_dropout();
             if constexpr (!kPairs) {
-              if (hides) keys.wait_full();  // again: a branch, beyond which the compiler moves nothing up
               wgmma_wait<1>();
-              if (hides) {  // while O += P V is multiplied
-                register_fence(S);
-                hide(hides);
-              }
-              if (!kBiasTile) release_keys(hides);
+              if (kMaskBits) register_fence(S);
+              if (hides) hide(hides);  // while O += P V is multiplied
+              if (!kBiasTile) keys.release(leader);
             }
+            const int told = kMaskBits ? hear_ahead(ahead) : 0;
             wgmma_wait<0>();
             register_fence(S);
             register_fence(O);
@@ -467,7 +469,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
             adjust_scores(false);
             softmax_step<false>(S, P, O, rows, scale.then);
             if (kDropout) kept.drop(P);
-            if constexpr (kMaskBits) hear_ahead(ahead);
+            if constexpr (kMaskBits) go_ahead(told);
           }
         };
         if constexpr (kMaskBits) {
