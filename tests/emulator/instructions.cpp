@@ -114,6 +114,10 @@ void selp(Context& c, const Instruction& i) {
   c.set(i.atoms[0], c.get(c.get(i.atoms[3]) != 0 ? i.atoms[1] : i.atoms[2]));
 }
 void mov(Context& c, const Instruction& i) {
+  if (i.atoms[0].kind == Atom::kNothing) {  // {_, the upper half}
+    c.set(i.atoms[1], c.get32(i.atoms[2]) >> 16);
+    return;
+  }
   c.set(i.atoms[0], i.atoms.size() == 2 ? c.get(i.atoms[1])
                     : i.has("b64")      ? c.get(i.atoms[2]) << 32 | c.get32(i.atoms[1])
                                         : c.get(i.atoms[2]) << 16 | (c.get(i.atoms[1]) & 0xffff));

@@ -38,8 +38,8 @@ struct Codes {
   static __device__ __forceinline__ void numbers(u32 word, u32 (&x)[kOfHalf]) {
     if constexpr (type == kE4M3) {
       const u32 codes = __byte_perm(word, 0, 0x3120);
-      x[0] = e4m3_to_f16(static_cast<unsigned short>(codes));
-      x[1] = e4m3_to_f16(static_cast<unsigned short>(codes >> 16));
+      x[0] = e4m3_to_f16(codes, 0);
+      x[1] = e4m3_to_f16(codes, 1);
     } else if constexpr (type == kE5M2) {  // the upper half of f16
       x[0] = __byte_perm(word, 0, 0x2404);
       x[1] = __byte_perm(word, 0, 0x3414);
@@ -132,5 +132,5 @@ template <Element type>
 __device__ __forceinline__ u32 code_pair(uint2 codes, int pair) {
   const u32 word = pair < 2 ? codes.x : codes.y;
   if constexpr (type == kE5M2) return __byte_perm(word, 0, pair % 2 == 0 ? 0x1404 : 0x3424);
-  return e4m3_to_f16(static_cast<unsigned short>(word >> 16 * (pair % 2)));
+  return e4m3_to_f16(word, pair % 2);
 }

@@ -67,6 +67,18 @@ __device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) {
   return halves;
 }
 
+// Those in a half of a word: the instruction takes the upper one, too, which a shift would bring down first.
+__device__ __forceinline__ u32 e4m3_to_f16(u32 codes, int half) {
+  if (half == 0) return e4m3_to_f16(static_cast<unsigned short>(codes));
+  u32 halves;
+  asm("{.reg .b16 high;\n"
+      "mov.b32 {_, high}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, high;}"
+      : "=r"(halves)
+      : "r"(codes));
+  return halves;
+}
+
 // The other way, rounded to the nearest, at most 448: two words, `low` in the lower half.
 __device__ __forceinline__ u32 f16_to_e4m3(u32 low, u32 high) {
   u32 codes;

@@ -3,6 +3,13 @@
 #pragma once
 #include "device/warp.cuh"
 
+// What no kernel writes during this launch, where other CTAs want the rest of its 128 bytes: they come to L2 together.
+__device__ __forceinline__ u32 load_global_of_line(const void* at) {
+  u32 x;
+  asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(at));
+  return x;
+}
+
 // Past the first-level cache: what another SM wrote to global memory during this launch.
 __device__ __forceinline__ float load_global_fresh(const float* at) {
   float x;

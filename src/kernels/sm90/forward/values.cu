@@ -3,6 +3,7 @@
 #include "device/codes.cuh"
 #include "device/cp_async.cuh"
 #include "device/dependent_launch.cuh"
+#include "device/memory.cuh"
 #include "sm90/forward/values.cuh"
 #include "sm90/ptx/tma.cuh"
 
@@ -20,11 +21,6 @@ static_assert(kSteps * kImageBytes + 2 * kColumns * sizeof(float) == kValuesWarp
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-// Half of a word of codes.
-__device__ __forceinline__ u32 numbers_of(u32 codes, int half) {
-  return e4m3_to_f16(static_cast<unsigned short>(codes >> 16 * half));
-}
-
 // The key of a step whose code is byte j of word i of a column, in the order in which a thread of the forward kernel
 // holds P: byte 4 q + 2 f + g of 16 is key 8 f + 2 q + g.
 __device__ __forceinline__ constexpr int place(int i, int j) { return i / 4 * 16 + j / 2 * 8 + i % 4 * 2 + j % 2; }
@@ -36,7 +32,7 @@ __device__ __forceinline__ void load_step(u32 (&x)[kStepKeys], const unsigned ch
   aligned = aligned && columns >= 4;
   if (aligned && keys == kStepKeys) {
 #pragma unroll
-    for (int key = 0; key < kStepKeys; ++key, from += row) x[key] = *reinterpret_cast<const u32*>(from);
+    for (int key = 0; key < kStepKeys; ++key, from += row) x[key] = load_global_of_line(from);
     return;
   }
   u32* const mine = of_warp + threadIdx.x % 32;
@@ -117,9 +113,9 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
   for (int key = 0; key < kStepKeys; key += kRowsTogether)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      u32 both = numbers_of(x[key], half);
+      u32 both = e4m3_to_f16(x[key], half);
 #pragma unroll
-      for (int i = 1; i < kRowsTogether; ++i) both = Half::add(both, numbers_of(x[key + i], half));
+      for (int i = 1; i < kRowsTogether; ++i) both = Half::add(both, e4m3_to_f16(x[key + i], half));
       sum[2 * half] += Half::low(both);
       sum[2 * half + 1] += Half::high(both);
     }
@@ -144,11 +140,11 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {  // column j of two keys a word, which takes the place of key j
       const u32 order = j / 2 == 0 ? 0x5140 : 0x7362;
-      const u32 a = numbers_of(__byte_perm(y[0], y[1], order), j % 2);
-      const u32 b = numbers_of(__byte_perm(y[2], y[3], order), j % 2);
+      const u32 a = e4m3_to_f16(__byte_perm(y[0], y[1], order), j % 2);
+      const u32 b = e4m3_to_f16(__byte_perm(y[2], y[3], order), j % 2);
       const u32 w = f16_to_e4m3(Half::fma(a, 0x38003800, shift[j]), Half::fma(b, 0x38003800, shift[j]));  // 0.5
       x[place(i, j)] = w;
-      const u32 both = Half::add(numbers_of(w, 0), numbers_of(w, 1));
+      const u32 both = Half::add(e4m3_to_f16(w, 0), e4m3_to_f16(w, 1));
       of_step[j] = i == 0 ? both : Half::add(of_step[j], both);
     }
   }
@@ -179,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
   float sum_of_w[4];
 #pragma unroll
   for (int j = 0; j < 4; ++j) {  // keys after the last one were zeros
-    const float of_zero = Half::low(numbers_of(f16_to_e4m3(shift[j], shift[j]), 0));
+    const float of_zero = Half::low(e4m3_to_f16(f16_to_e4m3(shift[j], shift[j]), 0));
     sum_of_w[j] =
         mine > 0 ? Half::low(of_step[j]) + Half::high(of_step[j]) - float(kStepKeys - mine) * of_zero : 0;
   }
