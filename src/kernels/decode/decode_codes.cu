@@ -32,6 +32,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       rows.of[i] = rows_without_keys();
 #pragma unroll
       for (int j = 0; j < kOutputs; ++j) O[i][j] = 0;
+#pragma unroll
+      for (int j = 0; j < 4 * kOffsets; ++j) rows.offsets[j / 4][i][j % 4] = 0;
     }
 #pragma unroll 1
     for (int key_tile = tile.begin + warp_group; key_tile < tile.end; key_tile += kWarpGroups) {
@@ -50,11 +52,11 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       }
       if (kHidesKeys && masked)
         add_hidden_non_finite(p, O, of_thread, hidden, key_tile, {v, v_scales}, saved, sync);
-      if (has_rows) multiply_values(O, P, v, v_scales);
+      if (has_rows) multiply_values(O, rows, P, v, v_scales);
       ring.advance();
     }
     work_tiles = saved.load();
-    finish(p, tile, O, rows);
+    finish(p, tile, O, rows, int(v_begin / 2));
     combine_warp_groups(p, tile, TransposedResult{rows, O, int(v_begin / 2)});
     if constexpr (!Schedule::kCombineKernel)
       if (tile.splits > 1) end_split<Schedule>(p, tile);

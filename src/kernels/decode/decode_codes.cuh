@@ -22,7 +22,9 @@ struct CodeChunks {
   // Where a chunk of a key of the tile at `rows` lies.
   static __device__ __forceinline__ u32 place(u32 rows, u32 key, int chunk) {
     if constexpr (kBlocks) return rows + key * BlockRows<tensor>::kStride + 16 * chunk;
-    return rows + chunk / kOfPanel * (kBlockKeys * kRowBytes) + chunk_place<kRowBytes>(key, chunk % kOfPanel);
+    // Rows begin at multiples of their bytes.
+    return ((rows + chunk_place<kRowBytes>(key, 0)) ^ 16 * (chunk % kOfPanel)) +
+           chunk / kOfPanel * (kBlockKeys * kRowBytes);
   }
 };
 
@@ -119,9 +121,14 @@ __device__ __forceinline__ float weight_of_tile(u32 scales) {
 
 // ---- Softmax ----
 
+enum : int { kOffsets = CodesOfV::kBias > 0 || kVZeroPoint ? int(Steps<kOfV>::kGroups) : 0 };
+
 // The state of a thread's rows, as attention/softmax.cuh has it: of products of P and scales.
 struct SoftmaxRows {
   Rows of[kRowTiles];
+  // What columns of V lack, of each group: sums of P times what their codes have too much and their zero points, as
+  // products of equal rows.
+  float offsets[kOffsets > 0 ? kOffsets : 1][kRowTiles][4];
 };
 
 __device__ __forceinline__ float max_of_columns(float x) {
@@ -185,6 +192,8 @@ __device__ __forceinline__ void softmax_step(float (&P)[kRowTiles][kScores], con
         const float factor = at == infinity() ? 1 : exp2_fast(at - old);
 #pragma unroll
         for (int j = row; j < kOutputs; j += 2) O[i][j] *= factor;
+#pragma unroll
+        for (int j = row; j < 4 * kOffsets; j += 2) rows.offsets[j / 4][i][j % 4] *= factor;
         rows.of[i].sum[row] *= factor;
         shift[row] = at == infinity() ? 0 : at;
       }
@@ -203,11 +212,12 @@ class QueryFragments {
   __device__ __forceinline__ explicit QueryFragments(u32 q) : q_(q) {}
   // Of step `step`, a constant that grows by one from an even number on, or `first`.
   __device__ __forceinline__ void load(int step, bool first = false) {
-    const u32 lane = threadIdx.x % 32, panel = q_ + step / 4 * kQPanelBytes;
-    if (kRowTiles == 2)
-      load_shared_matrices(panel + swizzled(lane % 8 + lane / 16 * 8, step % 4 * 2 + lane / 8 % 2), words_);
-    else if (first || step % 2 == 0)
-      load_shared_matrices(panel + swizzled(lane % 8, step % 4 / 2 * 4 + lane / 8), words_);
+    const u32 lane = threadIdx.x % 32;
+    const u32 begin =
+        q_ + (kRowTiles == 2 ? swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2) : swizzled(lane % 8, lane / 8));
+    const int chunk = kRowTiles == 2 ? step % 4 * 2 : step % 4 / 2 * 4;
+    if (kRowTiles == 2 || first || step % 2 == 0)
+      load_shared_matrices((begin ^ 16 * chunk) + step / 4 * kQPanelBytes, words_);
   }
   __device__ __forceinline__ const u32* rows(int step, int eight) const {
     return words_ + 2 * (kRowTiles == 2 ? eight : step % 2);
@@ -421,20 +431,23 @@ class ZeroPoints {
   u32 words_[2 * kEights];
 };
 
-// What those of the `group`-th columns make of P, to take away from the products of codes: of the same P as theirs, as
-// no number of f16 is as exact as their difference.
-__device__ __forceinline__ void multiply_zero_points(float (&to)[kRowTiles][4],
-                                                     const u32 (&weighed)[kRowTiles][kScores / 2],
-                                                     const ZeroPoints& zero_points, int group) {
+// Adds what codes of the `group`-th columns have too much and their zero points, times the same P as theirs.
+__device__ __forceinline__ void multiply_offsets(float (&to)[kRowTiles][4],
+                                                 const u32 (&weighed)[kRowTiles][kScores / 2],
+                                                 const ZeroPoints& zero_points, int group) {
 #pragma unroll
   for (int i = 0; i < kRowTiles; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) to[i][j] = 0;
-#pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; eight += 2) {
-      const u32 z[2] = {zero_points.of_eight(eight, group), zero_points.of_eight(eight + 1, group)};
-      const u32 a[4] = {z[0], z[0], z[1], z[1]};
-      multiply_16_8_16<ElementV::kType>(to[i], a, weighed[i][eight], weighed[i][eight + 1]);
+      const u32 bias = Half::pack(CodesOfV::kBias, CodesOfV::kBias);
+      const u32 of_bias[4] = {bias, bias, bias, bias};
+      if (CodesOfV::kBias > 0)
+        multiply_16_8_16<ElementV::kType>(to[i], of_bias, weighed[i][eight], weighed[i][eight + 1]);
+      if constexpr (kVZeroPoint) {
+        const u32 z[2] = {zero_points.of_eight(eight, group), zero_points.of_eight(eight + 1, group)};
+        const u32 a[4] = {z[0], z[0], z[1], z[1]};
+        multiply_16_8_16<ElementV::kType>(to[i], a, weighed[i][eight], weighed[i][eight + 1]);
+      }
     }
   }
 }
@@ -445,15 +458,14 @@ __device__ __forceinline__ int pairs_before_values(u32 v, u32 scales) {
 }
 
 // O^T += V^T P^T of the codes at `v`, of columns in the order that output_column says.
-__device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], const float (&P)[kRowTiles][kScores],
-                                                u32 v, u32 scales) {
+__device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs], SoftmaxRows& rows,
+                                                const float (&P)[kRowTiles][kScores], u32 v, u32 scales) {
   using Step = Steps<kOfV>;
   enum : int { kOfStep = 2 * Step::kNumbers };
   const u32 lane = threadIdx.x % 32;
   const int pairs_before = pairs_before_values(v, scales);
   ScalesOfKey<kOfV> of_key[kVScales > 0 ? kBlockKeys / 8 : 1];
   u32 weighed[Step::kMixed][kRowTiles][kScores / 2];
-  float of_zero_points[kRowTiles][4];
   ZeroPoints zero_points;
 #pragma unroll
   for (int eight = 0; kVScales > 0 && eight < kBlockKeys / 8; ++eight)
@@ -469,10 +481,9 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
       if (at >= groups) continue;
       if (Step::begins(step, group)) {
         weigh(weighed[group % Step::kMixed], P, group, of_key);
-        if constexpr (kVZeroPoint) {
-          zero_points.load(scales, group);
-          multiply_zero_points(of_zero_points, weighed[group % Step::kMixed], zero_points, group);
-        }
+        if constexpr (kVZeroPoint) zero_points.load(scales, group);
+        if constexpr (kOffsets > 0)
+          multiply_offsets(rows.offsets[group], weighed[group % Step::kMixed], zero_points, group);
       }
 #pragma unroll
       for (int i = 0; i < kRowTiles * kOfStep; ++i)
@@ -514,7 +525,6 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
       float& o = O[row][kOfStep * step + of_row];
       o = of_step[0][row][of_row];
       if (groups > 1 && int(thread_row()) > first + pairs_before) o = of_step[groups - 1][row][of_row];
-      if (kVZeroPoint) o -= of_zero_points[row][of_row % 4];
     }
   }
 }
@@ -575,15 +585,23 @@ struct TransposedResult {
 
 // O in numbers of V, and sums of rows. A row without keys stays 0.
 __device__ __forceinline__ void finish(const DecodeParams& p, const WorkTile& tile, float (&O)[kRowTiles][kOutputs],
-                                       SoftmaxRows& rows) {
+                                       SoftmaxRows& rows, int pairs_before) {
+  using Step = Steps<kOfV>;
   const float of_head = kCodesV && kVScales == 0 ? descale_of(p.v_scale, tile) : 1;
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles; ++i) {
     float& sum = rows.of[i / 2].sum[i % 2];
     sum = sum_of_columns(sum);
-    if (kCodesV && kVScales == 0 && sum != 0) {
 #pragma unroll
-      for (int j = i % 2; j < kOutputs; j += 2) O[i / 2][j] *= of_head;
+    for (int j = i % 2; j < kOutputs; j += 2) {
+      float& o = O[i / 2][j];
+      if (kOffsets > 0) {
+        const int step = j / (2 * Step::kNumbers), first = Step::first(step), last = Step::last(step);
+        float offset = rows.offsets[first][i / 2][i % 2];
+        if (last > first && int(thread_row()) > first + pairs_before) offset = rows.offsets[last][i / 2][i % 2];
+        o = __fmaf_rn(o, CodesOfV::scale(j / 2 % CodesOfV::kOfHalf), -offset);
+      }
+      if (kCodesV && kVScales == 0 && sum != 0) o *= of_head;
     }
   }
 }
@@ -633,6 +651,7 @@ struct CodedValues {
     for (int j = 0; j < kOfHalf; ++j)
       if (at.number == j) pair = x[j];
     float number = at.half == 1 ? CodesOfV::Number::high(pair) : CodesOfV::Number::low(pair);
+    number = number * CodesOfV::scale(at.number) - CodesOfV::kBias;
     if (kVScales > 0) {
       const int group = column / (kValueDim / max_of(kVScales, 1));
       if (kVZeroPoint) number -= load_scale<kZeroOfV>(scales, key, group);
@@ -671,14 +690,19 @@ __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, flo
   for (int key = 0; key < keys; ++key) {
     if (first + key >= rows.seen_by_all.begin && first + key < rows.seen_by_all.end) continue;
     if (__all_sync(0xffffffff, values.is_finite_key(key, lane))) continue;
+    bool seen[2 * kRowTiles];
 #pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const bool seen = sees(p, rows.of[i / 2], hidden[i / 2], i % 2, key_tile, key);
+    for (int i = 0; i < 2 * kRowTiles; ++i) seen[i] = sees(p, rows.of[i / 2], hidden[i / 2], i % 2, key_tile, key);
 #pragma unroll
-      for (int j = 0; j < kOutputs; j += 2) {
-        const int column = output_column(j, pairs_before_values(values.v, values.scales));
-        if (seen && column >= 0) O[i / 2][j + i % 2] += values.addend(key, column);
-      }
+    for (int j = 0; j < kOutputs; j += 2) {
+      int at = key, pairs_before = pairs_before_values(values.v, values.scales);
+      asm volatile("" : "+r"(at), "+r"(pairs_before));  // places of all columns would take registers
+      const int column = output_column(j, pairs_before);
+      if (column < 0) continue;
+      const float addend = values.addend(at, column);
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i)
+        if (seen[i]) O[i / 2][j + i % 2] += addend;
     }
     sync();
     if (thread < 32) values.clear(key, lane);

@@ -16,7 +16,7 @@ using StoredQ = ElementType<Element(kStoredQ)>;
 using StoredK = ElementType<Element(kStoredK)>;
 using StoredV = ElementType<Element(kStoredV)>;
 using CodesOfK = Codes<StoredK::kType>;
-using CodesOfV = ExactCodes<StoredV::kType>;  // what biases bring is another number in each tile
+using CodesOfV = Codes<StoredV::kType>;
 
 enum : int {
   kCodesK = is_code(StoredK::kType),

@@ -90,30 +90,6 @@ struct Codes {
   }
 };
 
-// The same with numbers that are what their codes stand for, by a subtraction more for two.
-template <Element type>
-struct ExactCodes : Codes<type> {
-  using Base = Codes<type>;
-  enum : int { kOfHalf = Base::kOfHalf };
-
-  static __device__ __forceinline__ void numbers(u32 word, u32 (&x)[kOfHalf]) {
-    if constexpr (Base::kIntegers && kOfHalf == 2) {  // 1024 + u is 0x6400 | u
-      const u32 u = word ^ 0x80808080;
-      x[0] = Half::add(__byte_perm(u, 0x64646464, 0x4240), 0xe480e480);
-      x[1] = Half::add(__byte_perm(u, 0x64646464, 0x4341), 0xe480e480);
-    } else if constexpr (Base::kIntegers) {  // and 64 + u is 0x5400 | u << 4
-#pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        const u32 pairs = word >> 4 * i;
-        x[i] = Half::add(and_xor(pairs, 0x000f000f, 0x64006400 ^ Base::kSigns), 0xe408e408);
-        x[i + 1] = Half::add(and_xor(pairs, 0x00f000f0, 0x54005400 ^ Base::kSigns << 4), 0xd480d480);
-      }
-    } else {
-      Base::numbers(word, x);
-    }
-  }
-};
-
 enum : int { kCodesAtOnce = 8 };  // of a row
 
 // So many codes of a row from `from` on, `stride` bytes apart, of which `count` exist; the others are 0. `aligned`:
