@@ -80,8 +80,12 @@ void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&
              const Move& move) {
   const uint32_t bytes = element_bytes(map);
   const uint32_t row_bytes = map.box[0] * bytes;
-  if (map.swizzle != 3 || row_bytes != 128 || shared % 1024 % 128 != 0)
+  // Rows of 128, 64 or 32 bytes are swizzled, those of other multiples of 16 lie as they are.
+  if (shared % 128 != 0 || row_bytes % 16 != 0 ||
+      (map.swizzle != 0 && row_bytes != 16u << map.swizzle))
     fail("a box of an unknown layout");
+  if (at[0] * bytes % 16 != 0) fail("a box that begins at no multiple of 16 bytes");
+  const uint32_t chunks = (1u << map.swizzle) - 1;
   uint32_t line = 0;
   for (int64_t batch = 0; batch < map.box[3]; ++batch)
     for (int64_t head = 0; head < map.box[2]; ++head)
@@ -94,8 +98,9 @@ void for_box(const fulgur::test::FakeMap& map, uint32_t shared, const int64_t (&
             inside = inside && index[i] >= 0 && index[i] < static_cast<int64_t>(map.dims[i]);
             address += index[i] * static_cast<int64_t>(map.byte_strides[i - 1]);
           }
-          move(swizzled(shared + line * 128 + column * bytes),
-               inside ? const_cast<char*>(address) : nullptr, bytes);
+          const uint32_t place = shared + line * row_bytes + column * bytes;
+          move(place ^ (place >> 7 & chunks) << 4, inside ? const_cast<char*>(address) : nullptr,
+               bytes);
         }
 }
 uint32_t bytes_of_box(const fulgur::test::FakeMap& map) {

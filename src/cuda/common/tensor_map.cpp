@@ -7,7 +7,6 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr int64_t kPanelBytes = 128;               // of a row, as the swizzle wants it
 constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
 
 auto type_of(DType dtype) {
@@ -15,6 +14,7 @@ auto type_of(DType dtype) {
     case DType::kBool:
     case DType::kE4M3:
     case DType::kE5M2:
+    case DType::kInt8:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     case DType::kF32:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
@@ -23,6 +23,13 @@ auto type_of(DType dtype) {
     default:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   }
+}
+
+CUtensorMapSwizzle swizzle_of(const TensorShape& shape) {
+  if (!shape.swizzled) return CU_TENSOR_MAP_SWIZZLE_NONE;
+  return shape.box_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+         : shape.box_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                 : CU_TENSOR_MAP_SWIZZLE_32B;
 }
 
 }  // namespace
@@ -40,13 +47,13 @@ void encode(const TensorShape& shape, TensorMapBlob* map, Promotion promotion) {
       byte_strides[i] = static_cast<unsigned long long>(d.stride * size_of(shape.dtype));
     }
   }
-  const auto columns = static_cast<unsigned>(kPanelBytes / size_of(shape.dtype));
+  const auto columns = static_cast<unsigned>(shape.box_bytes / size_of(shape.dtype));
   const std::array<unsigned, 4> box{columns, static_cast<unsigned>(shape.box_rows), 1, 1};
   const std::array<unsigned, 4> every{1, 1, 1, 1};
   auto* const nowhere = reinterpret_cast<void*>(kCopyAlignment);  // the driver refuses null
   check(driver().cuTensorMapEncodeTiled(
             map, type_of(shape.dtype), 4, nowhere, dims.data(), byte_strides.data(), box.data(),
-            every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+            every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape),
             promotion == Promotion::k128Bytes ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                               : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),

@@ -21,6 +21,8 @@ struct TensorShape {
   Layout strides;  ///< in elements
   int box_rows = 0;
   int64_t column_stride = 1;  ///< in elements; copies want 1
+  int box_bytes = 128;        ///< of a row that a box has
+  bool swizzled = true;       ///< 16 bytes of rows of 128, 64 or 32, as the tensor cores read them
   bool operator==(const TensorShape&) const = default;
 
   /// No element: no copy will ever be issued.

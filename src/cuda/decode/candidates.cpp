@@ -22,7 +22,7 @@ constexpr int kMaxBoxKeys = 16;  // lest the memory close the rows before their 
 constexpr int kMaxWarps = 8;     // of a CTA that compute
 constexpr int kReservedBytes = 1024;  // of shared memory, for each CTA but the first
 constexpr int kManyKeysBits = 1024;  // of K and V of a key, up to which tiles of codes have 64 keys
-constexpr int kManyWarpsBits = 512;  // and CTAs 12 warps
+constexpr int kManyWarpsBits = 512;  // and CTAs 12 warps, also of heads of 64 columns by TMA
 constexpr int64_t kLanes = 32;
 constexpr int64_t kTileRows[] = {4, 8, 16, 32, 64, 128};  // of the tiles, at most
 /// Beyond so many rows of a kv head other kernels are faster, where they can have them.
@@ -42,6 +42,26 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;
 }
 
+/// The same of codes, whose boxes have the keys of a tile or of a page; and how rows of blocks lie.
+void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
+  constexpr int kBoxStart = 16;  // bytes, at multiples of which boxes begin
+  if (!features_of(plan.card.target).has_tma) return;
+  // Short rows across lines of L2 come faster by lanes.
+  const auto short_blocks = [](DType dtype, int dim) { return dtype == DType::kQ8_0 && dim <= 64; };
+  if (short_blocks(p.dtypes.k, plan.head_dim) || short_blocks(p.dtypes.v, plan.value_dim)) return;
+  DecodePlan boxed = plan;
+  boxed.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), true);
+  boxed.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), true);
+  for (const int piece : {boxed.k_piece, boxed.v_piece})
+    if (piece > kernels::kMiddle && piece < kBoxStart) return;
+  boxed.box_keys = std::gcd(static_cast<int>(p.cache.page), plan.block_keys);
+  if (boxed.box_keys % kSwizzledRows != 0 || (plan.page > 0 && p.has(Arg::kLeftpadK))) return;
+  for (const TensorShape& shape : box_shapes(p, boxed, boxed.box_keys)) {
+    if (!rows_unsupported(shape).empty() || !not_addressable(shape).empty()) return;
+  }
+  plan = boxed;
+}
+
 /// Bits of codes in K and V of a key.
 int code_bits(const DecodePlan& plan) {
   return plan.head_dim * kernels::bits_of(element_of(plan.stored.k)) +
@@ -53,11 +73,15 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
   if (plan.has_codes()) {
-    // Four matrices of eight keys come at once; more keys where these are few bytes. Pieces of rows
-    // of blocks take long to come, so that more buffers of them gain more.
+    // Four matrices of eight keys come at once; more keys where these are few bytes and registers
+    // are left: not with many rows, nor with 12 warps and several scales of a key. Rows of blocks
+    // take long to come, so that more buffers of them gain more.
     const auto has_blocks = [](DType dtype) { return kernels::is_block(element_of(dtype)); };
     const bool blocks = has_blocks(plan.stored.k) || has_blocks(plan.stored.v);
-    return code_bits(plan) <= kManyKeysBits && !blocks ? 64 : 32;
+    const bool narrow = dim <= 64 && (code_bits(plan) > kManyWarpsBits ||
+                                      std::max(plan.k_scales, plan.v_scales) > 1);
+    const bool many = code_bits(plan) <= kManyKeysBits && plan.tile_rows <= 8;
+    return many && !blocks && !narrow ? 64 : 32;
   }
   if (!plan.warpgroup_path()) return keys;
   // Loads keep up with the products of larger tiles, but for lanes that look up pages. Of larger
@@ -80,8 +104,9 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
 
 /// As many buffers of K and V as shared memory has room for, and warp groups.
 void set_buffers(DecodePlan& plan, const Card& card) {
+  const bool boxes = plan.box_keys > 0 && std::max(plan.head_dim, plan.value_dim) <= 64;
   const bool many = plan.has_codes() && plan.tile_rows <= 8 && plan.residents == 1 &&
-                    code_bits(plan) <= kManyWarpsBits;
+                    (boxes || code_bits(plan) <= kManyWarpsBits);
   plan.warp_groups = (many ? 12 : kMaxWarps) / plan.warps_per_group / plan.residents;
   // Of K and V together, of which the warp path has as many of each.
   const int max_buffers = plan.warpgroup_path() || plan.has_codes() ? 10 : 6,
@@ -110,8 +135,11 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
   const bool any_rows = warps > 1 || p.invariant;
   plan.tile_rows = any_rows ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
   plan.block_keys = block_keys_of(plan, p);
+  if (plan.has_codes())
+    set_boxes_of_codes(plan, p);
+  else if (plan.warps_per_group >= kernels::kWarpgroupWarps)
+    plan.box_keys = box_keys_of(p, plan.block_keys);
   set_buffers(plan, card);
-  plan.box_keys = plan.warpgroup_path() ? box_keys_of(p, plan.block_keys) : 0;
   plan.grid = std::min(card.sms * residents, int{kernels::kMaxSlices});
   return plan;
 }

@@ -90,8 +90,9 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
   }
   if (plan.box_keys > 0) {
     const CurrentContext current(gpu.context());
-    encode(inputs_[1].shape, &params_.k_map, Promotion::k128Bytes);
-    encode(inputs_[2].shape, &params_.v_map, Promotion::k128Bytes);
+    const auto maps = box_shapes(p, plan, plan.box_keys);
+    encode(maps[0], &params_.k_map, Promotion::k128Bytes);
+    encode(maps[1], &params_.v_map, Promotion::k128Bytes);
   }
   kernel_ = gpu.kernel(decode_kernel(plan)).function;
   if (plan.has_combine_kernel()) combine_kernel_ = gpu.kernel(combine_kernel(plan)).function;

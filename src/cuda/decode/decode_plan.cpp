@@ -65,23 +65,6 @@ std::string not_whole(const Layout& strides, DType dtype) {
   return strides.aligned ? "" : "has data at no multiple of 16 bytes";
 }
 
-/// Bytes of rows of `dim` columns that are copied at once, as DecodeKey has them. `copied`: they
-/// are copied to multiples of 16 bytes first.
-int piece_of(DType dtype, int dim, const Layout& strides, bool copied) {
-  if (!has_blocks(dtype)) return 0;
-  const auto step = [&](std::initializer_list<int64_t> strides) {
-    int64_t bytes = kLaneBytes;
-    for (const int64_t stride : strides) bytes |= bytes_of(dtype, stride);
-    return static_cast<int>(bytes & -bytes);
-  };
-  if (copied) return step({dim});
-  const int piece = step({strides.batch, strides.row, strides.head, dim});
-  const bool by_heads = step({strides.batch, strides.row}) == kLaneBytes;
-  const bool middle =
-      by_heads && kernels::may_begin_in_middle(element_of(dtype), dim, step({strides.head}));
-  return piece < kLaneBytes && middle ? int{kernels::kMiddle} : piece;
-}
-
 /// For how many splits there is room in the workspace.
 int64_t room_for_splits(const Problem& p, const DecodePlan& plan) {
   if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
@@ -160,6 +143,7 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
       key.warp_groups,
       key.tile_rows,
       key.block_keys,
+      key.box_keys,
       key.k_stages,
       key.v_stages};
 }
@@ -174,6 +158,48 @@ ForwardShapes decode_shapes(const Problem& p, int box_keys) {
       *count = bytes_of(dtype, *count);
   }
   return shapes;
+}
+
+int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxes) {
+  constexpr int64_t kMaxMiddle = 128;  // rows of more bytes come faster by pieces
+  if (!has_blocks(dtype)) return 0;
+  const auto step = [&](std::initializer_list<int64_t> strides) {
+    int64_t bytes = kLaneBytes;
+    for (const int64_t stride : strides) bytes |= bytes_of(dtype, stride);
+    return static_cast<int>(bytes & -bytes);
+  };
+  if (copied) return step({dim});
+  const int piece = step({strides.batch, strides.row, strides.head, dim});
+  const bool by_heads = step({strides.batch, strides.row}) == kLaneBytes;
+  const bool middle = by_heads && kernels::may_begin_in_middle(dim, step({strides.head})) &&
+                      (boxes || bytes_of(dtype, dim) <= kMaxMiddle);
+  return piece < kLaneBytes && middle ? int{kernels::kMiddle} : piece;
+}
+
+std::array<TensorShape, 2> box_shapes(const Problem& p, const DecodePlan& plan, int box_keys) {
+  const ForwardShapes shapes = decode_shapes(p, box_keys);
+  const auto boxes = [](TensorShape shape, const std::string& why_copied, DType stored, int dim,
+                        int piece) {
+    if (!why_copied.empty()) shape = copied(shape);
+    if (has_blocks(stored)) {
+      // Pairs of bytes; of all heads, where rows of some begin at no multiples of 16 bytes.
+      shape.dtype = DType::kF16;
+      if (piece == kernels::kMiddle) {
+        shape.dim += (shape.heads - 1) * shape.strides.head;
+        shape.heads = 1;
+      }
+      for (int64_t* bytes :
+           {&shape.dim, &shape.strides.batch, &shape.strides.row, &shape.strides.head})
+        *bytes /= size_of(shape.dtype);
+      shape.swizzled = false;
+      shape.box_bytes = kernels::shared_row_of_blocks(element_of(stored), dim, piece);
+    } else if (is_low_bit(stored)) {
+      shape.box_bytes = kernels::panel_row_bytes(element_of(stored), dim);
+    }
+    return shape;
+  };
+  return {boxes(shapes.k, plan.copies_k, plan.stored.k, plan.head_dim, plan.k_piece),
+          boxes(shapes.v, plan.copies_v, plan.stored.v, plan.value_dim, plan.v_piece)};
 }
 
 DecodePlan decode_common(const Problem& p, const Card& card) {
@@ -216,8 +242,8 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   plan.o_whole = whole(p.dv, p.out, p.dtypes.out);
   plan.copies_k = not_whole(p.k, p.dtypes.k);
   plan.copies_v = not_whole(p.v, p.dtypes.v);
-  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty());
-  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty());
+  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), false);
+  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), false);
   return plan;
 }
 

@@ -140,6 +140,13 @@ kernels::DecodeTile decode_tile(const DecodeKey& key);
 /// K and V as loads and copies see them, where bytes of codes are elements.
 ForwardShapes decode_shapes(const Problem& problem, int box_keys);
 
+/// Bytes of rows of `dim` columns that are copied at once, as DecodeKey has them. `copied`: they
+/// are copied to multiples of 16 bytes first. `boxes`: TMA copies them, if that is 16 or kMiddle.
+int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxes);
+
+/// The maps of K and V by which TMA brings a tile: of the warpgroup path, or of codes.
+std::array<TensorShape, 2> box_shapes(const Problem& problem, const DecodePlan& plan, int box_keys);
+
 /// What a problem and a card fix of every plan.
 DecodePlan decode_common(const Problem& problem, const Card& card);
 

@@ -43,6 +43,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       const u32 k_scales = scales_in_rows(kOfK) ? k + k_begin : ring.scales();
       const u32 v_scales = scales_in_rows(kOfV) ? v + v_begin : ring.scales();
       const bool masked = of_thread.cuts(key_tile);
+      if (kBoxKeys > 0 && masked) clear_tail(v, saved.keys() - key_tile * kBlockKeys, sync);
       if (has_rows) {
         products.multiply(S, k, k_scales);
 #pragma unroll

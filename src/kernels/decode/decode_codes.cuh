@@ -676,6 +676,22 @@ struct CodedValues {
   }
 };
 
+// Boxes bring what memory has behind the last of the `keys` of a tile, where P is 0, but 0 times NaN is NaN: V of
+// floats and of blocks, whose scales may be NaN, is cleared there.
+template <class Sync>
+__device__ __forceinline__ void clear_tail(u32 v, int keys, Sync sync) {
+  using Chunks = CodeChunks<kOfV>;
+  constexpr bool kNoNan = StoredV::kType == kInt8 || StoredV::kType == kInt4;
+  if (kBoxKeys == 0 || kNoNan || keys >= kBlockKeys) return;
+  constexpr int kStride = Chunks::kBlocks ? int(BlockRows<kOfV>::kStride) : int(Chunks::kRowBytes);
+  constexpr int kBytes = kStride * kBlockKeys;
+  for (int panel = 0; panel < kLayout.v_bytes; panel += kBytes)
+    for (int at = keys * kStride + 16 * int(threadIdx.x % kWarpGroupThreads); at < kBytes; at += 16 * kWarpGroupThreads)
+      store_shared_zero16(v + panel + at);
+  fence_async_proxy();
+  sync();
+}
+
 template <class Sync>
 __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kRowTiles][kOutputs],
                                                       const TransposedRows& rows,
@@ -706,6 +722,7 @@ __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, flo
     }
     sync();
     if (thread < 32) values.clear(key, lane);
+    if (kBoxKeys > 0) fence_async_proxy();
     sync();
   }
 }

@@ -55,8 +55,9 @@ class Queries {
 // The ring of K and V of a warp group: the loads of kAhead tiles are on their way while one is computed.
 class KeyValueRing {
  public:
-  __device__ __forceinline__ KeyValueRing(const LaneLoader<kWarpsPerGroup>& load, u32 buffers)
-      : load_(load), buffers_(buffers) {
+  // `full`: its barriers, where boxes fill it.
+  __device__ __forceinline__ KeyValueRing(const LaneLoader<kWarpsPerGroup>& load, u32 buffers, u32 full)
+      : load_(load), buffers_(buffers), full_(full) {
     // Where all wait for the first tile, the second one finds its instructions in the cache.
 #pragma unroll Schedule::kOneTile ? 1 : kAhead
     for (int tile = 0; tile < kAhead; ++tile) start();
@@ -66,7 +67,8 @@ class KeyValueRing {
   // group.
   template <class Sync>
   __device__ __forceinline__ u32 keys(Sync sync) {
-    async_copy_wait<kAhead - 1>();
+    if constexpr (kBoxKeys == 0 || kScalesOfLanes) async_copy_wait<kAhead - 1>();
+    if constexpr (kBoxKeys > 0) mbarrier_wait(full_ + 8 * stage_, parity_);
     if constexpr (kHalfScales) load_.take_lower_halves(upper_halves_ >> kHalfBits * (kAhead - 1), scales());
     sync();
     if constexpr (kKPiece == 2 || kVPiece == 2) {
@@ -82,7 +84,10 @@ class KeyValueRing {
   // What scales that tile.
   __device__ __forceinline__ u32 scales() const { return buffers_ + kLayout.scales + stage_ * kLayout.scale_bytes; }
   __device__ __forceinline__ void advance() {
-    if (++stage_ == kStages) stage_ = 0;
+    if (++stage_ == kStages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
   }
 
  private:
@@ -91,6 +96,7 @@ class KeyValueRing {
     kStages = kKStages,
     kAhead = kStages - 1,
     kHalfBits = Loader::kHalfBits,
+    kScalesOfLanes = scale_words_before(kScaleTensors) > 0,
     kHalfScales = kKScaleType == kF16 || kVScaleType == kF16 || kKZeroPointType == kF16 || kVZeroPointType == kF16,
   };
   static_assert(kKStages == kVStages && kHalfBits * kAhead <= 32);
@@ -99,11 +105,13 @@ class KeyValueRing {
   __device__ __forceinline__ void start() {
     upper_halves_ <<= kHalfBits;
     if (load_.more()) {
-      if constexpr (kScalesOfKey > 0)
+      if constexpr (kScalesOfLanes > 0)
         upper_halves_ |= load_.copy_scales(buffers_ + kLayout.scales + free_ * kLayout.scale_bytes);
       const u32 k = buffers_ + kLayout.k + free_ * kLayout.k_bytes;
       const u32 v = buffers_ + kLayout.v + free_ * kLayout.v_bytes;
-      if (load_.whole()) {
+      if constexpr (kBoxKeys > 0) {
+        load_.copy_boxes(k, v, full_ + 8 * free_);
+      } else if (load_.whole()) {
         load_.copy_keys<true>(k);
         load_.copy_values<true>(v);
       } else {
@@ -112,13 +120,14 @@ class KeyValueRing {
       }
       load_.next();
     }
-    async_copy_commit();
+    if constexpr (kBoxKeys == 0 || kScalesOfLanes) async_copy_commit();
     if (++free_ == kStages) free_ = 0;
   }
 
   Loader load_;
   u32 buffers_;
   int stage_ = 0, free_ = 0;
+  u32 full_, parity_ = 0;  // barriers of boxes, and for which to wait
   u32 upper_halves_ = 0;  // LaneLoader::copy_scales of the tiles on their way, the last one lowest
 };
 
@@ -128,6 +137,15 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
 
 extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     fulgur_decode(const __grid_constant__ PlanParams p) {
+  const u32 full = u32(__cvta_generic_to_shared(raw)) + kLayout.tile_full;
+  if constexpr (kBoxKeys > 0) {
+    if (threadIdx.x == 0) {
+#pragma unroll 1
+      for (int i = 0; i < kWarpGroups * kKStages; ++i) mbarrier_init(full + 8 * i, 1);
+      fence_mbarrier_init();
+    }
+    __syncthreads();
+  }
   WorkTiles work_tiles;
   const bool more = work_tiles.first(p);
   if (kAppends) append_rows(p, work_tiles, more);
@@ -139,6 +157,6 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
   const TileWalk tiles(p, work_tiles, true, warp_group);
   const LaneLoader<kWarpsPerGroup> load(p, tiles, warp % kWarpsPerGroup);
   Queries queries(p, work_tiles.tile);
-  KeyValueRing ring(load, buffers);
+  KeyValueRing ring(load, buffers, full + 8 * kKStages * warp_group);
   compute(p, work_tiles, queries, ring);
 }

@@ -27,11 +27,8 @@ FULGUR_SHARED int shared_row_of_blocks(Element type, int dim, int piece) {
 // Products take 16 bytes of such a row at once, eight pairs of bytes, whatever these are. Blocks have 8 n + 1 pairs:
 // the b-th one, of eight at most, begins with the b-th pair of chunk n b, which products take for both of its blocks
 // where it has codes of both. Where rows begin in the middle, the b-th one does with the (b + n)-th pair of that chunk,
-// which exists: n is (16 - step) / 2 at most, where step is what such beginnings are multiples of. Rows of more than
-// 128 bytes come faster by pieces.
-FULGUR_SHARED bool may_begin_in_middle(Element type, int dim, int step) {
-  return (16 - step) / 2 + dim / kBlockColumns - 1 < 8 && row_of_blocks(type, dim) <= 128;
-}
+// which exists: n is (16 - step) / 2 at most, where step is what such beginnings are multiples of.
+FULGUR_SHARED bool may_begin_in_middle(int dim, int step) { return (16 - step) / 2 + dim / kBlockColumns - 1 < 8; }
 FULGUR_SHARED int chunks_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 15) / 16; }
 FULGUR_SHARED int first_block(Element type, int chunk) { return 16 * chunk / block_bytes(type); }
 FULGUR_SHARED int last_block(Element type, int dim, int chunk) {
@@ -55,7 +52,7 @@ struct DecodeTile {
   Operands types, stored;
   int scale_words;  // with the codes of a key that a tile has with it
   int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
-  int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, k_stages, v_stages;
+  int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, box_keys, k_stages, v_stages;
 };
 
 // Whether warp groups are of warpgroups.
@@ -103,6 +100,7 @@ struct DecodeLayout {
   int totals;                            // [row]{shift, sum}
   int q_factors;                         // [row]: what Q was divided by, with codes
   int work_tiles;                        // 16 ints a warp: WorkTiles
+  int tile_full;                         // [warp group][stage]: barriers of boxes of K and V on the warp path
   int schedule;                          // 16 ints: what a schedule has for the whole CTA
   int slots;                             // Dynamic: [slot]{16 bytes}: splits, then [2][slot]: barriers
   int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
@@ -124,7 +122,12 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
-  map.group_bytes = map.k_full + (is_warpgroup_path(tile) ? 1024 : 0);
+  // Boxes begin where swizzles of eight of their rows do.
+  const int lines = 8 * max_of(panel_row_bytes(tile.stored.k, tile.head_dim),
+                               panel_row_bytes(tile.stored.v, tile.value_dim));
+  map.group_bytes = is_warpgroup_path(tile) ? map.k_full + 1024
+                    : tile.box_keys > 0     ? (map.k_full + lines - 1) / lines * lines
+                                            : map.k_full;
   map.q = tile.warp_groups * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
   map.q_full = map.q + panels_of(tile.types.q, query_columns(tile.stored.k, tile.head_dim)) * rows * kPanelRowBytes;
@@ -134,7 +137,9 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.totals = map.stats + tile.warp_groups * exchanged_rows * 8;
   map.q_factors = map.totals + exchanged_rows * 8;
   map.work_tiles = map.q_factors + (is_code(tile.stored.k) ? rows * 4 : 0);
-  map.schedule = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
+  map.tile_full = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
+  const int barriers = is_warpgroup_path(tile) || tile.box_keys == 0 ? 0 : tile.warp_groups * tile.k_stages;
+  map.schedule = map.tile_full + (barriers + 1) / 2 * 16;
   map.slots = map.schedule + 64;
   map.ranks = map.slots + kDynamicSlots * 32;
   map.scan = map.ranks + kDynamicSequences * 4;

@@ -3,6 +3,7 @@
 #include "device/cp_async.cuh"
 #include "decode/query.cuh"
 #include "decode/tile_walk.cuh"
+#include "sm90/ptx/tma.cuh"
 
 enum : int {
   kKPanels = panels_of(StoredK::kType, kHeadDim),
@@ -158,8 +159,23 @@ class LaneLoader {
     }
   }
 
+  // Asks TMA for K and V of the tile, a lane for each box of keys. Of what no tensor has, it writes zeros.
+  __device__ __forceinline__ void copy_boxes(u32 k, u32 v, u32 full) const {
+    const WorkTile& tile = tiles_.work_tile();
+    const int lane = threadIdx.x % 32, key = kBoxes == 1 ? 0 : lane * kBoxKeys;
+    const int row = tile.sequence.n.k_start + tiles_.tile() * kBlockKeys + key;
+    BoxStart at = {0, kPage > 0 ? row % max_of(kPage, 1) : row, tile.head,
+                   kPage > 0 ? ids_[0] : kPackedK ? 0 : tile.sequence.entry};
+    if (kBoxes == 1) at = {0, uniform(at.row), uniform(at.head), uniform(at.batch)};
+    if (row_ / (kRowsAtOnce * kRows) != 0 || lane >= kBoxes) return;
+    if (lane == 0) mbarrier_arrive_expect(full, kLayout.k_bytes + kLayout.v_bytes);
+    copy_box<kOfK>(p_.k_map, p_.k, at, key, k, full);
+    copy_box<kOfV>(p_.v_map, p_.v, at, key, v, full);
+  }
+
   enum : int {
     kRows = kBlockKeys / (kRowsAtOnce * warps),  // that a lane copies of
+    kBoxes = kBlockKeys / max_of(kBoxKeys, 1),
   };
   enum : int {
     kScaleKeys = (kBlockKeys / warps + 31) / 32,  // keys of a tile whose scales a lane loads
@@ -218,14 +234,38 @@ class LaneLoader {
     if (kPage == 0) return;
     const DecodeSequence& s = tiles_.work_tile().sequence;
     const int* const ids = page_ids(p_, tiles_.work_tile());
+    if constexpr (kBoxKeys > 0) {
+      const int of_box = tiles_.tile() * kBlockKeys + int(threadIdx.x % 32) * kBoxKeys;
+      ids_[0] = of_box < s.n.sk ? page_id(p_, ids, (s.n.k_start + of_box) / max_of(kPage, 1)) : -1;
+    }
 #pragma unroll
-    for (int i = 0; i < kRows; i += kRunRows)
+    for (int i = 0; kBoxKeys == 0 && i < kRows; i += kRunRows)
       ids_[i / kRunRows] = key(i) < s.n.sk ? page_id(p_, ids, (s.n.k_start + key(i)) / max_of(kPage, 1)) : -1;
     if (kScalesOfKey == 0) return;
 #pragma unroll
     for (int i = 0; i < kScaleKeys; ++i) {
       const int of_scales = tiles_.tile() * kBlockKeys + max(scale_key(i), 0);
       scale_ids_[i] = of_scales < s.n.sk ? page_id(p_, ids, (s.n.k_start + of_scales) / max_of(kPage, 1)) : -1;
+    }
+  }
+
+  // The box of keys that begins with the `key`-th of a tile at `to`.
+  template <int tensor>
+  static __device__ __forceinline__ void copy_box(const TensorMapBlob& map, const StridedTensor& t, BoxStart at,
+                                                  int key, u32 to, u32 full) {
+    using Rows = BlockRows<tensor>;
+    using Stored = ElementType<Rows::kType>;
+    if constexpr (is_block(Rows::kType)) {
+      // Columns are pairs of bytes, perhaps of all heads; TMA begins at multiples of 16 bytes.
+      if (Rows::kPiece == kMiddle) at = {at.head * int(t.head) / 16 * 8, at.row, 0, at.batch};
+      tma_load(to + key * Rows::kStride, &map, full, at, Keep::kShort);
+    } else {
+      constexpr int kRowBytes = panel_row_bytes(Rows::kType, Rows::kColumns);
+#pragma unroll
+      for (int panel = 0; panel < panels_of(Rows::kType, Rows::kColumns); ++panel) {
+        at.dim = panel * int(kPanelRowBytes / sizeof(typename Stored::Memory));
+        tma_load(to + (panel * kBlockKeys + key) * kRowBytes, &map, full, at, Keep::kShort);
+      }
     }
   }
 

@@ -16,7 +16,7 @@
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
-//   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path; 0: lanes copy rows
+//   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path and of codes; 0: lanes copy rows
 //   kResidents      CTAs of an SM
 //   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
 //   kCombineEights  times eight columns that a warp of decode/combine.cu takes (Schedule::kFragments)
@@ -50,6 +50,7 @@
 struct DecodeMaps {
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
+                        // codes: bytes, or pairs of bytes of blocks, as LaneLoader::copy_box has them
 };
 
 // Of a key's scales side by side so many bytes may be copied at once; 0: they are no words.

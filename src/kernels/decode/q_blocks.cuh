@@ -53,7 +53,8 @@ constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, S
                               kHeadDim,       kValueDim,
                               kWarpsPerGroup, kWarpGroups,
                               kTileRows,      kBlockKeys,
-                              kKStages,       kVStages};
+                              kBoxKeys,       kKStages,
+                              kVStages};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu

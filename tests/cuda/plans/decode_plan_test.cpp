@@ -150,6 +150,43 @@ TEST(DecodePlan, FitsTheMachine) {
   }
 }
 
+// TMA brings codes in boxes of the keys of a tile or of a page; blocks, too, where rows of a kv
+// head all begin equally far behind a multiple of 16 bytes. Lanes copy the others.
+TEST(DecodePlan, CodesComeInBoxes) {
+  const auto boxed = [](DType codes, int64_t d, int64_t hk, int64_t page = 0) {
+    test::ForwardCall call =
+        test::forward_call({.sq = 1, .sk = 8192, .hq = 4 * hk, .hk = hk, .d = d, .seqused = true});
+    const int64_t rows = page > 0 ? page : 8192;
+    for (ConstTensor* t : {&call.args.k, &call.args.v})
+      *t = Tensor::contiguous(nullptr, codes, {2 * 8192 / rows, rows, hk, d}, t->device);
+    if (page > 0)
+      call.args.cache.page_table =
+          Tensor::contiguous(nullptr, DType::kI32, {2, 8192 / rows}, call.args.q.device);
+    std::set<int> keys;
+    for (const DecodePlan& plan : decode_plans(make_problem(call.args, call.options), Card{})) {
+      EXPECT_LE(plan.shared_bytes * plan.residents, Card{}.shared_bytes);
+      EXPECT_GE(plan.k_stages, 2);
+      keys.insert(plan.box_keys);
+    }
+    EXPECT_EQ(keys.size(), 1u);
+    return *keys.begin();
+  };
+  for (const DType codes : {DType::kE4M3, DType::kInt8, DType::kInt4, DType::kQ8_0, DType::kQ4_0}) {
+    for (const int64_t d : {64, 128, 256}) {
+      SCOPED_TRACE(fmt::format("{} {}", name_of(codes), d));
+      const bool lanes = codes == DType::kQ8_0 && d == 64;
+      EXPECT_GE(boxed(codes, d, 8), lanes ? 0 : 32);
+      EXPECT_EQ(boxed(codes, d, 8, 16), lanes ? 0 : 16);
+      EXPECT_EQ(boxed(codes, d, 8, 4), 0);
+    }
+  }
+  // A row of one head has 136 bytes. That of the seventh block of 192 columns may lie too far
+  // behind.
+  EXPECT_EQ(boxed(DType::kQ8_0, 128, 1), 0);
+  EXPECT_EQ(boxed(DType::kQ8_0, 192, 8), 0);
+  EXPECT_EQ(boxed(DType::kInt8, 128, 1), boxed(DType::kInt8, 128, 8));
+}
+
 // Of the tiles of many rows there is room for as many buffers as keep K and V on their way.
 TEST(DecodePlan, ManyRowsHaveSixBuffers) {
   const auto buffers = [](int64_t d) {

@@ -288,7 +288,7 @@ class Dynamic {
       const Split split = split_of_number(p, all, blockIdx.x);
       if (threadIdx.x == 0) give(0, split);
     }
-    if (kWarpgroupPath) fence_async_proxy();  // before TMA brings K
+    if (kWarpgroupPath || kBoxKeys > 0) fence_async_proxy();  // before TMA brings K
     __syncthreads();
   }
 
