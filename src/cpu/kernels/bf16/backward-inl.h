@@ -243,8 +243,8 @@ HWY_INLINE bool take_bias(const Task& task, const KeyTile& tile, float* to, Pane
   if (!load_bias(task, tile, false, to, panel)) return false;
   for (int64_t part = 0; part < kAsked; ++part) {
     ask_for_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->bias_count(),
-                 tile.j + kBc, part);
-    ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, part);
+                 tile.j + kBc, kBc, part, kAsked);
+    ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, kBc, part, kAsked);
   }
   return true;
 }

@@ -223,8 +223,8 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
         const BiasSums& sums = task.given.dbias;
         for (int64_t part = half * kAsked / 2; part < (half + 1) * kAsked / 2; ++part) {
           ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(),
-                       tile.j + kBc, part);
-          ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, part);
+                       tile.j + kBc, kBc, part, kAsked);
+          ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, kBc, part, kAsked);
         }
       };
       ask(0);

@@ -68,16 +68,17 @@ struct BiasRows {
   bool dense(DType dtype) const { return stride == size_of(dtype); }
 };
 
-/// Asks for the keys of a tile from j on of some rows of a bias, or its gradient, while products
-/// are computed. More reads than are in flight at a time keep others waiting, so that few are asked
-/// for at once: part `part` of kAsked.
-constexpr int64_t kAsked = 8;
+/// Asks for keys [j, j + n) of some rows of a bias, or its gradient, while products are computed.
+/// More reads than are in flight at a time keep others waiting, so that few are asked for at once:
+/// part `part` of `parts` of the rows. Memory is read the faster the more of a row is asked for in
+/// turn.
+constexpr int64_t kAsked = 8;  // parts of what is asked for with a tile
 HWY_INLINE void ask_for_bias(const void* data, const Problem::Bias& at, const int64_t* rows,
-                             int64_t count, int64_t j, int64_t part) {
+                             int64_t count, int64_t j, int64_t n, int64_t part, int64_t parts) {
   if (at.key != 1) return;
-  const int64_t size = size_of(at.dtype), bytes = kBc * size;
+  const int64_t size = size_of(at.dtype), bytes = n * size;
   const char* const from = static_cast<const char*>(data) + j * size;
-  for (int64_t lane = count * part / kAsked; lane < count * (part + 1) / kAsked; ++lane) {
+  for (int64_t lane = count * part / parts; lane < count * (part + 1) / parts; ++lane) {
     const char* const row = from + rows[lane] * size;
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
   }
@@ -122,28 +123,35 @@ class BiasCensus {
 };
 
 /// As many words of 32 bits as a vector has lanes, of each of as many rows, row r at at(r): word i
-/// of them in x[i], one row a lane. Each line of memory is read at once: rows a power of two apart
-/// keep each other out of the L1 cache.
+/// of them in x[i], one row a lane. Each line of memory is read at once, before others are: rows a
+/// power of two apart keep each other out of the L1 cache.
 template <class At>
 HWY_INLINE void load_words(const At& at, V32 (&x)[kLanes]) {
   const F32 f;
   const auto word = [&](int row, int i)
                         HWY_ATTR { return reinterpret_cast<const float*>(at(row)) + i; };
   // Rows whose words meet in the end already share vectors, in other blocks: these are loads.
-  FULGUR_UNROLL for (int i = 0; i < kLanes; ++i) {
 #if HWY_TARGET == HWY_AVX3
-    // Rows r and r + 4, eight words of each: the first of rows 0 to 3 and 8 to 11, then the others.
-    const int row = i / 4 % 2 * 8 + i % 4, first = i / 8 * 8;
-    const __m512 lower = _mm512_castps256_ps512(_mm256_loadu_ps(word(row, first)));
-    x[i] = V32{_mm512_insertf32x8(lower, _mm256_loadu_ps(word(row + 4, first)), 1)};
-#elif HWY_MAX_BYTES == 32
-    const hn::Half<F32> half;
-    const int row = i % 4, first = i / 4 * 4;
-    x[i] = hn::Combine(f, hn::LoadU(half, word(row + 4, first)), hn::LoadU(half, word(row, first)));
-#else
-    x[i] = hn::LoadU(f, word(i, 0));
-#endif
+  // Rows r and r + 4, eight words of each: the first of rows 0 to 3 and 8 to 11, then the others.
+  FULGUR_UNROLL for (int i = 0; i < kLanes / 2; ++i) {
+    const int row = i / 4 * 8 + i % 4;
+    FULGUR_UNROLL for (int half = 0; half < 2; ++half) {
+      const __m512 lower = _mm512_castps256_ps512(_mm256_loadu_ps(word(row, 8 * half)));
+      x[i + half * kLanes / 2] =
+          V32{_mm512_insertf32x8(lower, _mm256_loadu_ps(word(row + 4, 8 * half)), 1)};
+    }
   }
+#elif HWY_MAX_BYTES == 32
+  const hn::Half<F32> part;
+  FULGUR_UNROLL for (int i = 0; i < kLanes / 2; ++i) {
+    FULGUR_UNROLL for (int half = 0; half < 2; ++half) {
+      x[i + half * kLanes / 2] = hn::Combine(f, hn::LoadU(part, word(i + 4, 4 * half)),
+                                             hn::LoadU(part, word(i, 4 * half)));
+    }
+  }
+#else
+  FULGUR_UNROLL for (int i = 0; i < kLanes; ++i) x[i] = hn::LoadU(f, word(i, 0));
+#endif
   transpose_blocks(f, x);
 #if HWY_TARGET == HWY_AVX3
   // Blocks of x[8 h + i]: words 8 h + i and 8 h + i + 4 of rows 0 to 3, then of rows 4 to 7;

@@ -15,6 +15,9 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kPackingRows = 5;  // see Kernels::packing_rows
 
+/// Keys of a bias that are asked for in turn, of rows of all panels: L2 has room for them twice.
+constexpr int64_t kAskedKeys = 2 * kBc;
+
 /// The row block in fast memory.
 struct ForwardScratch {
   float *Qt[kPanels], *Ot[kPanels];  // [d][width], [dv][width]
@@ -203,17 +206,17 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       if (tile.j != j) continue;
       tiles[i].next();
       expressions.skip_hidden(i, &tiles[i]);
-      const bool last = i + 1 == count;
       // Calls multiply(begin, count) for the rows of a product, of which there are M, and asks for
-      // a half of what is next of a bias meanwhile.
+      // a half of this tile's share of the next run of a bias meanwhile.
       const auto asking = [&](int64_t M, int half, const auto& multiply) HWY_ATTR {
         if (!p.has(Arg::kBias)) return multiply(0, M);
-        const Panel& next = panels[last ? 0 : i + 1];
-        const int64_t key = last ? tile.j + kBc : tile.j, steps = kAsked / 2;
+        const int64_t run = tile.j / kAskedKeys * kAskedKeys, next = run + kAskedKeys;
+        const int64_t keys = std::min(kAskedKeys, panel.mask.end() - next), steps = kAsked / 2;
         const int64_t step = round_up((M + steps - 1) / steps, 8);
         for (int64_t part = 0; part < steps; ++part) {
-          ask_for_bias(task.given.bias.data, p.bias, next.bias_row, next.bias_count(), key,
-                       half * steps + part);
+          ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(), next, keys,
+                       (tile.j - run) / kBc * kAsked + half * steps + part,
+                       kAskedKeys / kBc * kAsked);
           const int64_t begin = std::min(M, part * step);
           multiply(begin, std::min(step, M - begin));
         }

@@ -67,6 +67,8 @@ class PanelMask {
       return false;
     return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
   }
+  /// Where the keys that some row sees end.
+  int64_t end() const { return any_.end; }
   /// The tiles of `keys` that some row sees; the others are empty.
   KeyTiles tiles(KeyRange keys) const { return {keys, any_, all_, kBc}; }
 
