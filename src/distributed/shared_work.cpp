@@ -14,8 +14,8 @@ constexpr double kUnits = 128;      // of a rank, whatever threads it has: all c
 constexpr double kUnitFlops = 3e7;  // at least: a unit is a call
 constexpr double kOffered = 0.75;   // of the scores of a rank
 // Rows of a kv head of a unit: those for which engines pack keys once, where that takes long, as of
-// 16 bits for tiles; else whole panels of every vector length.
-constexpr int64_t kRowsOf16Bits = 512, kRows = 192;
+// 16 bits for tiles; else a block of rows of an engine, for which it reads all keys.
+constexpr int64_t kRowsOf16Bits = 512, kRows = 384;
 
 double scores_of(const RowsPlan& plan, const RowsCall& c) {
   const auto keys_of = [&](int64_t row) {
