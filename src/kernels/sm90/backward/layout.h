@@ -63,8 +63,8 @@ enum StepState : int {
   kBlockBefore = 16,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
 };
 
-// Where the words of a mask of bits begin of a step and of the next one, for the first 64 keys of the key block; -1 where
-// the mask hides nothing, or there is no step.
+// Where the words of a mask of bits begin of a step and of the next one, for the first 64 keys of the key block; -1
+// where the mask hides nothing, or there is no step.
 struct MaskPlaces {
   int here, next;
 };
