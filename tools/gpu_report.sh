@@ -50,10 +50,15 @@ else
   # All at once: most of their time is the reference's and the compiler's, on the host. What measures time waits.
   running=
   while read -r program filter; do
-    case $program in attention_test | cuda_backward_tiles_test | cuda_device_test) shards=8 ;; cuda_lengths_test) shards=2 ;; *) shards=1 ;; esac
+    case $program in
+      attention_test | cuda_backward_tiles_test | cuda_device_test) shards=8 ;;
+      cuda_lengths_test) shards=2 ;;
+      *) shards=1 ;;
+    esac
     shard=0
     while [ $shard -lt $shards ]; do
-      check "tests_$program$([ $shards = 1 ] || echo "_$shard")" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard \
+      name=tests_$program$([ $shards = 1 ] || echo "_$shard")
+      check "$name" env GTEST_TOTAL_SHARDS=$shards GTEST_SHARD_INDEX=$shard \
         "$packed/$program" --gtest_brief=1 --gtest_filter="$filter-*.HostTime" </dev/null &
       running="$running $!"
       shard=$((shard + 1))
@@ -64,6 +69,10 @@ else
     wait "$test" || status=1
   done
   [ $status = 0 ]
+  # The processors of such machines have AMX, which those that test the CPU engine otherwise may lack.
+  check tests_cpu_attention "$packed/attention_test" --gtest_brief=1 --gtest_filter='Small/*/cpu_*'
+  check tests_cpu_bias "$packed/bias_test" --gtest_brief=1 --gtest_filter='*/cpu*'
+  check tests_cpu_low_bit "$packed/low_bit_cache_test" --gtest_brief=1 --gtest_filter='*/cpu*'
   check host_time "$packed/cuda_device_test" --gtest_brief=1 --gtest_filter='*.HostTime'
   for package in torch jax cupy; do
     if [ -d "$packed/python" ] && python3 -c "import $package" 2>/dev/null; then
