@@ -676,7 +676,7 @@ struct CodedValues {
   }
 };
 
-// Boxes bring what memory has behind the last of the `keys` of a tile, where P is 0, but 0 times NaN is NaN: V of
+// Boxes bring what memory has after the last of the `keys` of a tile, where P is 0, but 0 times NaN is NaN: V of
 // floats and of blocks, whose scales may be NaN, is cleared there.
 template <class Sync>
 __device__ __forceinline__ void clear_tail(u32 v, int keys, Sync sync) {
