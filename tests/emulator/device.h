@@ -132,12 +132,21 @@ inline unsigned __ballot_sync(unsigned mask, bool vote) { return emulator::ballo
 inline bool __any_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) != 0; }
 inline bool __all_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) == mask; }
 /// Of whole warps.
-inline unsigned __reduce_max_sync(unsigned mask, unsigned x) {
-  for (int step = 1; step < 32; step *= 2) {
-    const unsigned other = __shfl_xor_sync(mask, x, step);
-    x = other > x ? other : x;
-  }
+template <class T, class Join>
+T reduced_(unsigned mask, T x, const Join& join) {
+  for (int step = 1; step < 32; step *= 2) x = join(x, __shfl_xor_sync(mask, x, step));
   return x;
+}
+template <class T>
+T __reduce_max_sync(unsigned mask, T x) {
+  return reduced_(mask, x, [](T a, T b) { return a > b ? a : b; });
+}
+template <class T>
+T __reduce_min_sync(unsigned mask, T x) {
+  return reduced_(mask, x, [](T a, T b) { return a < b ? a : b; });
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned x) {
+  return reduced_(mask, x, [](unsigned a, unsigned b) { return a | b; });
 }
 
 inline size_t __cvta_generic_to_shared(const void* at) { return emulator::shared_address(at); }

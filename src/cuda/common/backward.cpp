@@ -223,6 +223,18 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
   key.seqused_q = of.seqused_q;
   key.has_dlse = of.has_dlse;
   key.elements = of.elements;
+  if (of.makes_map) {
+    key.makes_map = key.maps_tiles = key.mask_mod = true;
+    key.expressions = prepared_map_text(of, map_tiles(of));
+    key.block_rows = of.block_rows;
+    key.block_keys = of.block_keys;
+    key.has_left = of.has_left;
+    key.has_right = of.has_right;
+    key.has_chunk = of.has_chunk;
+    key.top_left = of.top_left;
+    key.part = of.part;
+    key.seqused_k = of.seqused_k;
+  }
   return use("backward/prepare.cu", key, "fulgur_backward_prepare");
 }
 
@@ -333,15 +345,22 @@ RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBac
     : row_chunks_(std::max(ceil_div(p.sq, kPanelColumns), 1)),
       batch_heads_(static_cast<int>(std::clamp<int64_t>(p.batch * p.hq, 1, kMaxGridY))),
       round_threads_(kPanelThreads * kernels::dq_panels_of(key.head_dim)),
-      start_(key.early_starts ? Start::kEarly : Start::kAfterAll) {
+      start_(key.early_starts ? Start::kEarly : Start::kAfterAll),
+      makes_map_(key.makes_map),
+      maps_rows_(map_tiles(key).of_rows_too) {
   prepare_ = gpu.kernel(prepare_kernel(key)).function;
   if (plan.dsinks) sinks_ = gpu.kernel(sinks_kernel(key)).function;
   if (rounds) round_ = gpu.kernel(round_kernel(key)).function;
 }
 
 void RowKernels::launch_first(CUstream stream, const BackwardParams& params) const {
-  launch(stream, prepare_, &params, {row_chunks_, batch_heads_}, kPrepareThreads, 0,
-         "launching the kernel that prepares rows");
+  int maps = 0;  // rows of CTAs
+  if (makes_map_) {
+    const kernels::MapShape& shape = params.expression.map_shape;
+    maps = ceil_div(kernels::ctas_of_map(shape, /*by_keys=*/true, maps_rows_), row_chunks_);
+  }
+  launch(stream, prepare_, &params, {row_chunks_, maps + std::min(batch_heads_, kMaxGridY - maps)},
+         kPrepareThreads, 0, "launching the kernel that prepares rows");
   if (sinks_ == nullptr) return;
   launch(stream, sinks_, &params, {params.hq}, kSinksThreads, 0, "launching the kernel of dsinks",
          start_);

@@ -33,6 +33,7 @@ struct AnyBackwardKey : KernelKey {
   bool key_gradients = true;       ///< dK and dV are computed
   bool f32_key_gradients = false;  ///< dK and dV are stored in f32
   bool elements = false;           ///< gradients are stored by elements
+  bool makes_map = false;          ///< the kernel that prepares rows makes the map of tiles, too
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -50,6 +51,7 @@ struct AnyBackwardKey : KernelKey {
     f("kKeyGradients", key_gradients);
     f("kF32KeyGradients", f32_key_gradients);
     f("kElements", elements);
+    f("kMakesMap", makes_map);
   }
 
   /// Whether dQ is added to dq_accum while dK and dV are computed, or dS is stored for it.
@@ -105,7 +107,8 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
           .block_keys = key.block_keys,
           .by_keys = true,
           .of_rows_too = key.stores_ds() || key.dq_method == DqMethod::kOrdered,
-          .early_starts = key.early_starts};
+          .early_starts = key.early_starts,
+          .prepared = key.makes_map};
 }
 
 /// Why no kernels compute a backward problem; empty where they do.
@@ -154,7 +157,8 @@ class RowKernels {
  private:
   CUfunction prepare_ = nullptr, sinks_ = nullptr, round_ = nullptr;
   int row_chunks_ = 0, batch_heads_ = 0, round_threads_ = 0;
-  Start start_ = Start::kAfterAll;  ///< of all but the first
+  Start start_ = Start::kAfterAll;              ///< of all but the first
+  bool makes_map_ = false, maps_rows_ = false;  ///< with the first, the latter by rows, too
 };
 
 /// What the executables of all architectures do, besides.

@@ -1,5 +1,7 @@
 #include "cuda/common/tile_map.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 
 #include "cuda/common/expression.h"
@@ -14,6 +16,11 @@ constexpr int kThreads = 128, kWarps = kThreads / 32;  // of a CTA
 
 constexpr const char* kHulls = "fulgur_panel_hulls";
 constexpr const char* kMap = "fulgur_tile_map";
+constexpr const char* kMapAtOnce = "fulgur_map_at_once";
+constexpr int kAtOnceThreads = 256;
+// Each CTA has the hulls of all keys of a sequence, or of all rows: rows and keys, of a kernel that
+// the forward kernel waits for, and of one that works on rows meanwhile.
+constexpr int kMaxRowsAtOnce = 4096, kMaxPreparedRows = 16384;
 constexpr const char* kMapOfRows = "fulgur_map_of_rows";
 
 constexpr const char* kPack = "fulgur_pack_mask";
@@ -34,6 +41,7 @@ struct MapKey : AnyForwardKey {
     f("kBlockRows", tiles.block_rows);
     f("kBlockKeys", tiles.block_keys);
     f("kMapByKeys", tiles.by_keys);
+    f("kMapOfRows", tiles.of_rows_too);
     f("kEarlyStarts", tiles.early_starts);
   }
 };
@@ -165,7 +173,33 @@ int64_t words_of_rows(const kernels::MapShape& shape, const MapTiles& tiles) {
   return tiles.of_rows_too ? words_of(shape, !tiles.by_keys) : 0;
 }
 
+/// Whether a map of up to so many rows and keys is made at once, each CTA with the hulls that it
+/// needs.
+bool is_made_at_once(const Problem& p, const MapTiles& tiles, int64_t most) {
+  if (!p.expressions.masks() || p.invariant || std::max(p.sq, p.sk) > most) return false;
+  const kernels::MapShape shape = shape_of(p, tiles);
+  const MaskHullsText mask = DeviceExpressions(p).mask_hulls();
+  return std::max(shape.row_blocks, shape.key_tiles) <= kernels::kMaxOwnTiles &&
+         std::min(shape.row_blocks, shape.key_tiles) > 0 &&
+         std::max(mask.row_panels, mask.key_panels) <= kernels::kMaxOwnPanels;
+}
+
 }  // namespace
+
+bool maps_at_once(const Problem& p, const MapTiles& tiles) {
+  return is_made_at_once(p, tiles, kMaxRowsAtOnce);
+}
+
+bool prepares_map(const Problem& p, const MapTiles& tiles) {
+  return is_made_at_once(p, tiles, kMaxPreparedRows);
+}
+
+std::string prepared_map_text(const KernelKey& key, const MapTiles& tiles) {
+  const std::string constants =
+      fmt::format("kBlockStrips = 0, kMapByKeys = 1, kMapOfRows = {}", int{tiles.of_rows_too});
+  return fmt::format("#define FULGUR_MAKES_MAP\nenum : int {{ {} }};\n", constants) +
+         key.mask_hulls;
+}
 
 bool packs_mask(const Problem& p) {
   // A word of 32 scores may be half empty, and lines and tiles at the ends may be, too.
@@ -213,7 +247,8 @@ void describe_map(const KernelKey& key, Explanation& to) {
 
 void add_map_kernels(const AnyForwardKey& key, const MapTiles& tiles,
                      std::vector<KernelUse>& kernels) {
-  if (!key.maps_tiles) return;
+  if (!key.maps_tiles || tiles.prepared) return;
+  if (tiles.at_once) return kernels.push_back({request(key, tiles), kMapAtOnce, 0});
   for (const char* entry : {first_entry(key), kMap})
     kernels.push_back({request(key, tiles), entry, 0});
   if (tiles.of_rows_too) kernels.push_back({request(key, tiles), kMapOfRows, 0});
@@ -222,7 +257,7 @@ void add_map_kernels(const AnyForwardKey& key, const MapTiles& tiles,
 int64_t TileMap::bytes(const Problem& p, const KernelKey& key, const MapTiles& tiles) {
   if (!key.maps_tiles) return 0;
   const kernels::MapShape shape = shape_of(p, tiles);
-  const HullCounts hulls = hulls_of(p, shape);
+  const HullCounts hulls = tiles.prepared || tiles.at_once ? HullCounts{} : hulls_of(p, shape);
   return (hulls.rows + hulls.keys) * int64_t{sizeof(kernels::PanelHull)} +
          (key.mask_bits ? round_up(mask_bytes(mask_shape(p, tiles))) : 0) +
          (words_of(shape, tiles.by_keys) + words_of_rows(shape, tiles)) *
@@ -235,6 +270,14 @@ TileMap::TileMap(const Problem& p, const AnyForwardKey& key, const MapTiles& til
   by_keys_ = tiles.by_keys;
   words_ = words_of(shape_, tiles.by_keys);
   words_of_rows_ = words_of_rows(shape_, tiles);
+  map_ = map_of(shape_, tiles.by_keys);
+  map_of_rows_ = map_of(shape_, !tiles.by_keys);
+  if (tiles.prepared) return;
+  at_once_ = tiles.at_once;
+  if (at_once_) {
+    map_kernel_ = gpu.kernel({request(key, tiles), kMapAtOnce, 0}).function;
+    return;
+  }
   if (tiles.early_starts) map_starts_ = Start::kEarly;
   (key.mask_bits ? pack_kernel_ : hulls_kernel_) =
       gpu.kernel({request(key, tiles), first_entry(key), 0}).function;
@@ -244,8 +287,6 @@ TileMap::TileMap(const Problem& p, const AnyForwardKey& key, const MapTiles& til
   const HullCounts hulls = hulls_of(p, shape_);
   row_hulls_ = hulls.rows;
   hulls_ = hulls.rows + hulls.keys;
-  map_ = map_of(shape_, tiles.by_keys);
-  map_of_rows_ = map_of(shape_, !tiles.by_keys);
 }
 
 char* TileMap::pack(CUstream stream, char* memory, TileMapParams& params,
@@ -265,7 +306,16 @@ char* TileMap::pack(CUstream stream, char* memory, TileMapParams& params,
 
 void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
                      kernels::ExpressionArguments& tell) const {
-  if (!is_made()) return;
+  if (words_ == 0) return;
+  tell.map = map_;
+  if (!is_made()) {
+    auto* const words = reinterpret_cast<kernels::u64*>(memory);
+    tell.map_shape = shape_;
+    tell.map.words = words;
+    tell.map_of_rows = map_of_rows_;
+    tell.map_of_rows.words = words + words_;
+    return;
+  }
   TileMapParams params{};
   static_cast<AttentionParams&>(params) = call;
   params.shape = shape_;
@@ -274,6 +324,12 @@ void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
   params.key_hulls = params.row_hulls + row_hulls_;
   params.words = reinterpret_cast<kernels::u64*>(params.row_hulls + hulls_);
   params.words_of_rows = params.words + words_;
+  if (at_once_) {
+    cuda::launch(stream, map_kernel_, &params, Grid{kernels::ctas_of_map(shape_, by_keys_, false)},
+                 kAtOnceThreads, 0, "launching the kernel of the map of tiles");
+    tell.map.words = params.words;
+    return;
+  }
   const int64_t maps = int64_t{shape_.batches} * shape_.heads;
   const int64_t blocks = maps * shape_.row_blocks + int64_t{shape_.batches} * shape_.key_tiles;
   if (hulls_kernel_ != nullptr && hulls_ > 0) {
@@ -283,7 +339,6 @@ void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
   const int64_t mapped = maps * (by_keys_ ? shape_.key_tiles : shape_.row_blocks);
   cuda::launch(stream, map_kernel_, &params, Grid{static_cast<int>(mapped)}, kThreads, 0,
                "launching the kernel of the map of tiles", map_starts_);
-  tell.map = map_;
   tell.map.words = params.words;
   if (rows_kernel_ == nullptr) return;
   const int64_t turned = maps * kernels::map_words(shape_.row_blocks);

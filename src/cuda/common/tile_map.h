@@ -29,7 +29,17 @@ struct MapTiles {
   bool by_keys = false;
   bool of_rows_too = false;   ///< of a map by keys also the other way round
   bool early_starts = false;  ///< a kernel may start while the one before runs
+  bool at_once = false;       ///< one kernel makes it: maps_at_once()
+  bool prepared = false;      ///< the kernel that prepares rows does: prepares_map()
 };
+
+/// Whether one kernel had better make the map of mask_mod than two, one after the other.
+bool maps_at_once(const Problem& problem, const MapTiles& tiles);
+/// Whether the kernel that prepares rows for a backward call had better make the map of mask_mod,
+/// too, than one before it.
+bool prepares_map(const Problem& problem, const MapTiles& tiles);
+/// What its kernel_config.h has of that.
+std::string prepared_map_text(const KernelKey& key, const MapTiles& tiles);
 
 /// Says that a plan has a map, and of how many tiles.
 void describe_map(const KernelKey& key, Explanation& to);
@@ -50,7 +60,7 @@ class TileMap {
   TileMap(const Problem& problem, const AnyForwardKey& key, const MapTiles& tiles, Gpu& gpu);
 
   /// Whether launch() launches kernels.
-  bool is_made() const { return words_ > 0; }
+  bool is_made() const { return words_ > 0 && map_kernel_ != nullptr; }
   /// Makes the map of a call in `memory`, and tells the call of it; without a map nothing.
   void launch(CUstream stream, char* memory, const AttentionParams& call,
               kernels::ExpressionArguments& tell) const;
@@ -65,7 +75,7 @@ class TileMap {
   Start map_starts_ = Start::kAfterAll;
   kernels::MapShape shape_{};
   kernels::MaskShape mask_{};
-  bool by_keys_ = false;
+  bool by_keys_ = false, at_once_ = false;
   kernels::SeenWords map_{}, map_of_rows_{};  ///< without addresses
   int64_t row_hulls_ = 0, hulls_ = 0, words_ = 0, words_of_rows_ = 0;
 };

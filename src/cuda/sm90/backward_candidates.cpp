@@ -194,6 +194,8 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
       if (!why.empty()) continue;
     }
     if (!derive_stages(plan, card.shared_bytes)) continue;
+    plan.makes_map =
+        plan.maps_tiles && !bits && plan.early_starts && prepares_map(p, map_tiles(plan));
     plan.grid = card.sms;
     plan.rounds_dq = rounds_dq(p, plan, card.sms);
     BackwardPlan roomy = plan;

@@ -24,6 +24,7 @@ struct ForwardKey : AnyForwardKey {
   bool split_tail = false;
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
+  bool map_at_once = false;     ///< one kernel makes the map of tiles; no kernel's text says so
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -50,7 +51,10 @@ struct ForwardKey : AnyForwardKey {
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
   MapTiles map_tiles() const {
-    return {.block_strips = consumers, .block_keys = block_keys, .early_starts = true};
+    return {.block_strips = consumers,
+            .block_keys = block_keys,
+            .early_starts = true,
+            .at_once = map_at_once};
   }
 };
 

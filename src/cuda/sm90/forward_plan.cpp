@@ -420,6 +420,7 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
       continue;
     }
     t.plan.store = store_of(p, t.plan.q_stages > 1 && !centers);
+    t.plan.map_at_once = t.plan.maps_tiles && maps_at_once(p, t.plan.map_tiles());
     t.cycles = predict(t.plan, p, card) + packing_cycles(p, t.plan, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));

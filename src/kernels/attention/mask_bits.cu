@@ -6,6 +6,7 @@
 //   kBiasRows       1: each query has a row of the mask; 0: all have the same
 #include "kernel_config.h"
 #include "attention/fragment.cuh"
+#include "attention/pages.cuh"
 #include "attention/tile_map.cuh"
 
 enum : int {

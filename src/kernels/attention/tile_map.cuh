@@ -2,7 +2,6 @@
 // and tiles of keys, and the words of the map.
 #pragma once
 #include "attention/mask.cuh"
-#include "attention/pages.cuh"
 #include "device/dependent_launch.cuh"
 #include "host_device/tile_map.h"
 
@@ -20,8 +19,8 @@ __device__ __forceinline__ KeyRange keys_of_tile(const Lengths& n, int tile) {
 }
 
 // Whether some row of a block sees some key of a tile, the mask that is mapped apart.
-__device__ __forceinline__ bool band_shows(const TileMapParams& p, const Lengths& n, const RowRange& rows,
-                                           int key_tile) {
+template <class Params>
+__device__ __forceinline__ bool band_shows(const Params& p, const Lengths& n, const RowRange& rows, int key_tile) {
   if (rows.begin >= rows.end) return false;
   const KeyTiles seen = key_tiles(band_of(p), n, kBlockKeys, rows.begin, rows.end - 1);
   return key_tile >= seen.begin && key_tile < seen.end;

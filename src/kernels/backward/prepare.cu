@@ -2,7 +2,9 @@
 // -(D - dLSE) with D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); the first values of the semaphores of dQ
 // tiles; and zeros: a dS tile, dq_accum where additions do not begin with a store, and the gradients of rows of no
 // sequence, which no later kernel writes.
+#include "kernel_config.h"  // first, as it may include attention/hulls.cuh
 #include "attention/fragment_store.cuh"
+#include "backward/prepared_map.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
@@ -77,11 +79,17 @@ __device__ __forceinline__ void store_statistics(const BackwardParams& p, int ba
   p.delta[at] = counts ? dlse - product : 0;
 }
 
-// Grid: (chunks of 64 rows of the longest sequence, batch * hq).
+// Grid: (chunks of 64 rows of the longest sequence, batch * hq), after rows of CTAs that make a map of tiles.
+#ifdef FULGUR_MAKES_MAP
+extern "C" __global__ void __launch_bounds__(kPrepareThreads, 5)  // as many CTAs of an SM as without
+#else
 extern "C" __global__ void __launch_bounds__(kPrepareThreads)
+#endif
     fulgur_backward_prepare(const __grid_constant__ BackwardParams p) {
   let_next_kernel_start();
-  if (blockIdx.y == 0) {
+  const unsigned maps = rows_that_map(p), y = blockIdx.y - maps, ys = gridDim.y - maps;
+  if (blockIdx.y < maps) return make_map(p);
+  if (y == 0) {
     if (p.cut_blocks > 0 && blockIdx.x == 0 && threadIdx.x == 0) *p.first_parts = 0;
     if (kStoresDs && blockIdx.x == 0)
       for (int i = threadIdx.x; i < kDsTileBytes / 4; i += blockDim.x) reinterpret_cast<int*>(p.zeros)[i] = 0;
@@ -96,7 +104,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
   const int lane = threadIdx.x % kLanes;
   const int column = 8 * lane;
   // The last head comes first: at the end L2 holds the rows of the first heads, with which the kernel by keys begins.
-  for (int batch_head = gridDim.y - 1 - blockIdx.y; batch_head < p.batch * p.hq; batch_head += gridDim.y) {
+  for (int batch_head = ys - 1 - y; batch_head < p.batch * p.hq; batch_head += ys) {
     const int batch = batch_head / p.hq;
     const int head = batch_head % p.hq;
     const Lengths n = lengths_of(p, batch);

@@ -38,6 +38,13 @@ struct SeenWords {
   FULGUR_SHARED bool has_spans() const { return block > kWordsAtOnce; }
 };
 
+// How many maps there are, and of what.
+struct MapShape {
+  int batches, heads;  // 1 where all have the same
+  int heads_of_map;    // q heads that share one
+  int row_blocks, key_tiles;
+};
+
 // A bool mask as bits (attention/mask_bits.cu), of which each thread of a warpgroup has a word for 64 columns of its
 // accumulators: of a strip of 64 rows of scores over 64 keys, or, where kernels walk by keys, of 64 keys over a strip.
 // A bit is 1 where a key is seen, and where there is no row; 0 where there is no key.
@@ -58,6 +65,7 @@ struct ExpressionArguments {
   int log_scores;                  // of the scores that may enter a sum: 2^log_scores at most
   bool finds_largest;              // addends are only looked at
   SeenWords map;                   // kMapsTiles
+  MapShape map_shape;              // where the kernel that prepares rows makes the map
   SeenWords map_of_rows;           // the same by blocks of rows, of a map by tiles of keys where kernels want both
   int batch, head, queries, keys;  // kPart: the first sequence and head of the whole call, and the lengths there
   MaskBits bits;                   // kMaskBits

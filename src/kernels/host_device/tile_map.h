@@ -1,7 +1,8 @@
 // The map of tiles of a call whose mask no closed form says, of mask_mod or of a bool mask: which tiles of scores some
 // row sees a key of, and of these which are partial, because the mask hides some key from some row, whatever the bounds
 // of the call do. attention/tile_map.cu or attention/mask_bits.cu makes it before the attention kernel, which walks
-// over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones.
+// over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones; for short backward calls
+// backward/prepare.cu does.
 //
 // kernel_config.h of these has, with the constants of a mask and of lengths, which
 // sm90/forward/params.h lists:
@@ -9,6 +10,7 @@
 //   kBlockRows      as many, and blocks begin at multiples of them
 //   kBlockKeys      keys of a tile
 //   kMapByKeys      1: the words of a tile of keys have a bit for each block of rows; 0: the other way round
+//   kMapOfRows      1: kernels want both
 #pragma once
 #include "host_device/attention_params.h"
 
@@ -21,13 +23,6 @@ struct PanelHull {
   u64 hashes;
 };
 
-// How many maps there are, and of what.
-struct MapShape {
-  int batches, heads;  // 1 where all have the same
-  int heads_of_map;    // q heads that share one
-  int row_blocks, key_tiles;
-};
-
 // How many masks attention/mask_bits.cu packs, and of what.
 struct MaskShape {
   int batches, heads;  // 1 where all have the same
@@ -35,6 +30,14 @@ struct MaskShape {
 };
 
 FULGUR_SHARED int map_words(int tiles) { return (tiles + 31) / 32; }
+
+// Of maps that are made at once, each CTA with the hulls that it needs (attention/panel_hulls.cuh): blocks of a CTA, the
+// most tiles of a block, and the most panels.
+enum : int { kOwnBlocks = 4, kMaxOwnTiles = 256, kMaxOwnPanels = 4 };
+FULGUR_SHARED int ctas_of_map(const MapShape& of, bool by_keys, bool of_both) {
+  const int keys = (of.key_tiles + kOwnBlocks - 1) / kOwnBlocks, rows = (of.row_blocks + kOwnBlocks - 1) / kOwnBlocks;
+  return of.batches * of.heads * (of_both ? keys + rows : by_keys ? keys : rows);
+}
 
 // With the span of a block that has one.
 FULGUR_SHARED int block_words(int tiles) { return map_words(tiles) + (map_words(tiles) > kWordsAtOnce); }

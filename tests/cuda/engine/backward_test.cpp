@@ -181,6 +181,41 @@ TEST_F(OldGraphs, KernelsStartOneAfterAnother) {
 }
 
 // Cut key blocks pass partial dK and dV on in the workspace, within one launch.
+// Of short calls the map of tiles is made by CTAs of the kernel that prepares rows, before its
+// others; of long ones by kernels of its own before that.
+TEST_F(OnFakeGpu, MapsOfShortCallsAreMadeWhileRowsArePrepared) {
+  const auto launched = [&](int64_t s, bool deterministic) {
+    BackwardCall call = backward_call({.batch = 1, .sq = s, .sk = s, .hq = 2, .hk = 2},
+                                      {.deterministic = deterministic});
+    call.options.mask_mod = parse_expression("q // 100 == k // 100");
+    const Plan plan = fulgur::plan(call.args, call.options);
+    state_->launches.clear();
+    plan.run(placed(call.args, kBase), {});
+    return state_->launches;
+  };
+  constexpr unsigned kBlocks = 32, kBlocksOfACta = 4;  // of keys, 128 each
+  const std::vector<FakeLaunch> once = launched(4096, false);
+  EXPECT_STREQ(once[0].kernel, "fulgur_backward_prepare");
+  EXPECT_STREQ(once[1].kernel, "fulgur_backward_keys");
+  const auto p = params<BackwardParams>(1);
+  EXPECT_EQ(p.expression.map_shape.key_tiles, int{kBlocks});
+  EXPECT_NE(p.expression.map.words, nullptr);
+  EXPECT_EQ(once[0].grid, 64u);  // chunks of 64 rows
+  EXPECT_EQ(once[0].grid_y, 2u + (kBlocks / kBlocksOfACta + 63) / 64);
+
+  const std::vector<FakeLaunch> ordered = launched(4096, true);
+  EXPECT_STREQ(ordered[0].kernel, "fulgur_backward_prepare");
+  const auto of_both = params<BackwardParams>(1).expression;
+  EXPECT_EQ(of_both.map_of_rows.words,
+            of_both.map.words + int64_t{of_both.map.block} * of_both.map_shape.key_tiles);
+
+  const std::vector<FakeLaunch> before = launched(40000, false);
+  EXPECT_STREQ(before[0].kernel, "fulgur_panel_hulls");
+  EXPECT_STREQ(before[1].kernel, "fulgur_tile_map");
+  EXPECT_STREQ(before[2].kernel, "fulgur_backward_prepare");
+  EXPECT_EQ(before[2].grid_y, 2u);
+}
+
 TEST_F(OnFakeGpu, LastBlocksOfKeysAreCut) {
   const BackwardCall call =
       backward_call({.batch = 4, .sq = 4096, .sk = 4096, .hq = 16, .hk = 16, .d = 128});

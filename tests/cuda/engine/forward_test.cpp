@@ -355,7 +355,7 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
 
 // What rows and keys alone decide, then the map, then the kernel that walks over it.
 TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
-  ForwardCall call = forward_call({.sq = 1000, .sk = 3000, .hq = 8, .hk = 2});
+  ForwardCall call = forward_call({.sq = 1000, .sk = 5000, .hq = 8, .hk = 2});
   const auto run = [&](const char* mask) {
     call.options.mask_mod = parse_expression(mask);
     state_->launches.clear();
@@ -386,6 +386,23 @@ TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
   run("q + hk >= k");
   EXPECT_EQ(params<TileMapParams>(1).shape.heads, 2);
   EXPECT_EQ(params<TileMapParams>(1).shape.heads_of_map, 4);
+}
+
+// Of short calls one kernel makes it, whose CTAs have four blocks of rows each.
+TEST_F(OnFakeGpu, MapsOfShortCallsAreMadeAtOnce) {
+  ForwardCall call = forward_call({.sq = 1000, .sk = 3000, .hq = 8, .hk = 2, .d = 64});
+  call.options.mask_mod = parse_expression("q + b >= k");
+  const Plan plan = fulgur::plan(call.args, call.options);
+  state_->launches.clear();
+  plan.run(placed(call.args, kBase), call.run);
+  ASSERT_EQ(state_->launches.size(), 2u);
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_map_at_once");
+  EXPECT_STREQ(state_->launches[1].kernel, "fulgur_forward");
+  const auto map = params<TileMapParams>(0);
+  EXPECT_EQ(map.shape.batches, 2);
+  EXPECT_EQ(map.shape.row_blocks, 1000 / plan.details().get<int64_t>("Br") + 1);
+  EXPECT_EQ(state_->launches[0].grid, 2u * ((map.shape.row_blocks + 3) / 4));
+  EXPECT_EQ(params<ForwardParams>(1).expression.map.words, map.words);
 }
 
 TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {

@@ -168,6 +168,10 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const RowTiles own = own_tiles(p, block, work_tile);
     const int begin = max(all.begin, own.begin);
     const int end = min(all.end, own.end);
+    if (kMakesMap && work_tile < int(gridDim.x)) {  // the map is made while rows are prepared
+      if (begin < end) load.prefetch_keys(block, n);
+      wait_for_earlier_kernels();
+    }
     OwnSteps<kMapsTiles != 0, BackwardParams> seen(p, block, begin, end, is_descending(p, block, work_tile));
     const bool has_steps = begin < end && seen.more();
     const bool reduces = p.splits > 1;
