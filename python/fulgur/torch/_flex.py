@@ -16,6 +16,7 @@ from torch.nn.attention import flex_attention as upstream
 from torch.overrides import TorchFunctionMode
 
 import fulgur
+from fulgur import _arguments as _a
 from fulgur import _expressions as _e
 from fulgur import _fulgur
 from fulgur.torch._calls import attention
@@ -276,7 +277,7 @@ def _dtype(x):
         torch.int32: "i32", torch.int64: "i64", torch.bool: "bool",
     }  # fmt: skip
     if x.dtype not in names:
-        raise TypeError(f"expression: got a tensor of {x.dtype} to index, want {', '.join(map(str, names))}")
+        raise TypeError(f"expression: got a tensor of {x.dtype}, want {', '.join(map(str, names))}")
     return names[x.dtype]
 
 
@@ -332,15 +333,16 @@ class _Blocks(NamedTuple):
 
 
 def _listed(counts, indices, count):
-    """1 for the first `counts` of the indices, of numbers less than `count`, and 0 for others."""
+    """1 for the first `counts` of the indices, of those of `count` numbers, and 0 for others."""
     places = torch.arange(indices.shape[-1], device=indices.device)
-    kept = torch.where(places < counts[..., None], indices, count).to(torch.int64)
+    listed = (places < counts[..., None]) & (indices >= 0) & (indices < count)
+    kept = torch.where(listed, indices, count).to(torch.int64)
     listed = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.int32, device=indices.device)
     return listed.scatter(-1, kept, torch.ones_like(kept, dtype=torch.int32))[..., :count]
 
 
-def _attended(query, key, value, score_mod, blocks, scale):
-    """(out, lse) of functions of all places; `blocks`: None for all keys."""
+def _attended(query, key, value, score_mod, blocks, scale, plans=False):
+    """(out, lse) of functions of all places; `blocks`: None for all keys; `plans`: raises what computing it would."""
     if key.shape[0] == 1 and query.shape[0] > 1:
         key, value = (x.expand(query.shape[0], *x.shape[1:]) for x in (key, value))
     trace, mods = _Trace(query.device), {}
@@ -355,8 +357,36 @@ def _attended(query, key, value, score_mod, blocks, scale):
     text = " ".join(texts[name] for name in mods)
     tensors = {name: x for name, x in trace.tensors.items() if f"{name}[" in text}
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if plans:
+        _plan({"q": q, "k": k, "v": v}, scale, mods, tensors)
     out, lse = attention(q, k, v, scale=scale, return_lse=True, tensors=tensors, **mods)
     return out.transpose(1, 2), lse
+
+
+def _plan(rows, scale, mods, tensors):
+    """Raises what a call would when it computes, which one of a graph does when it is too late for PyTorch's own."""
+    views = {name: _planned(name, x) for name, x in rows.items()}
+    views["tensors"] = {name: _planned(name, x) for name, x in tensors.items()}
+    numbers = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if not isinstance(scale, torch.SymFloat):
+        numbers["scale"] = scale
+    options = _a.options(numbers) | {name: _e.native(x) for name, x in mods.items()}
+    device, results = views["q"].device, _a.forward_results(views["q"], views["v"], True)
+    views |= _a.planned_results(results, {}, device)
+    _fulgur.plan_forward(views, options)
+    wanted = {name: None for name, x in tensors.items() if x.requires_grad}
+    if torch.is_grad_enabled() and (wanted or any(x.requires_grad for x in rows.values())):
+        views["dout"] = views["out"]
+        of_tensors = _e.Gradients({"dtensors": wanted}, views)
+        results = _a.backward_results(views, {}) | of_tensors.results
+        written = of_tensors.views(_a.planned_results(results, {}, device))
+        _fulgur.plan_backward(views | written, options)
+
+
+def _planned(name, x):
+    """What a plan knows of a tensor; lengths that a graph does not know are those that it has been made with."""
+    shape = [n if isinstance(n, int) else n.node.hint or 1 for n in x.shape]
+    return _fulgur.planned(name, shape, _dtype(x), str(x.device))
 
 
 def _mask_mod(blocks, keys):
@@ -454,7 +484,8 @@ def _compute(torchs, query, key, value, score_mod, block_mask, scale, options, o
         try:
             if options.get("OUTPUT_MAX"):
                 raise NotImplementedError("return_aux: got max_scores=True")
-            out, lse = _attended(query, key, value, lambda *places: score_mod(*places, *of_score), blocks, scale)
+            score = lambda *places: score_mod(*places, *of_score)  # noqa: E731
+            out, lse = _attended(query, key, value, score, blocks, scale, plans=True)
             return out, lse / math.log(2), lse.new_empty(0)
         except (TypeError, ValueError, IndexError, NotImplementedError, fulgur.Error) as error:
             warnings.warn(f"flex_attention: PyTorch computes this call, not fulgur: {error}", stacklevel=2)

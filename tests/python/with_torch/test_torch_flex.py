@@ -234,8 +234,23 @@ def test_numbers_of_a_graph_are_looked_at_again(one_thread):
     for n, length in ((3, 33), (5, 40), (9, 60), (11, 33)):
         q, k, v = qkv(grad=False, sq=length, sk=length)
         want = flex_attention(q, k, v, lambda s, b, h, q, k: torch.where(k - q < n, s, s - n))
-        torch.testing.assert_close(call(q, k, v, n), want)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "flex_attention: PyTorch computes this call")
+            torch.testing.assert_close(call(q, k, v, n), want)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_lists_of_more_blocks():
+    """A block mask of longer sequences, whose lists name blocks that these do not have, and a list of no block."""
+    q, k, v = qkv(grad=False)
+    want = flex_attention(q, k, v, block_mask=block_mask("causal"))
+    longer = block_mask("causal", 2 * S, 2 * S)
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=longer), want)
+    last = longer.kv_indices.clone()
+    last[..., -1] = -1
+    counts = torch.full_like(longer.kv_num_blocks, last.shape[-1])
+    every = upstream.BlockMask.from_kv_blocks(counts, last, BLOCK_SIZE=16, mask_mod=MASKS["causal"])
+    torch.testing.assert_close(flex_attention(q, k, v, block_mask=every), want)
 
 
 @pytest.fixture
@@ -283,6 +298,19 @@ def test_what_stays_upstreams(enabled, one_thread):
     torch.compiler.reset()
     with pytest.raises(Exception, match="does not support backward on CPU"):
         compiled(*qkv())
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "eager"])
+@pytest.mark.parametrize("mod", [None, lambda s, b, h, q, k: s + SLOPES[h]])
+def test_what_no_engine_computes_stays_upstreams(mod, backend, enabled, one_thread):
+    """Which a graph is asked before it is made, as its calls come too late."""
+    q, k, v = (torch.randn(B, H, S, 600) for _ in range(3))
+    own = torch.compile(upstream.flex_attention, backend=backend)
+    with pytest.warns(UserWarning, match="PyTorch computes this call, not fulgur: q: got head dim 600, want 1 to 576"):
+        got = own(q, k, v, mod)
+    score = q @ k.mT / math.sqrt(600)
+    score = score if mod is None else at_every_place(mod, score)
+    torch.testing.assert_close(got, torch.softmax(score, -1) @ v, rtol=1e-4, atol=1e-4)
 
 
 def with_branch(s, b, h, q, k):
