@@ -26,6 +26,7 @@ _HAS_NO_VALUE = (
     "has no value while the function is looked at: want torch.where(condition, x, y) for if, and &, | and ~ of "
     "compares in parentheses for and, or, not and chains"
 )
+_WANT_ELEMENTS = "got a tensor of shape {} for an operand, want one of its elements, as tensor[h, q_idx]"
 _active = threading.local()
 
 
@@ -105,6 +106,16 @@ class _Indexed(_e.TensorName):
     @classmethod
     def __torch_function__(cls, function, types, operands=(), options=None):
         return _active.trace.call(function, operands, options or {})
+
+    def _is_no_operand(self, *_):
+        rest = self.shape[len(self._indices) :]
+        raise TypeError(f"expression: {_WANT_ELEMENTS.format(tuple(rest))}")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _is_no_operand
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _is_no_operand
+    __and__ = __rand__ = __or__ = __ror__ = __xor__ = __rxor__ = __invert__ = __bool__ = _is_no_operand
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _is_no_operand
+    __hash__ = None
 
 
 _UNARY = {
@@ -254,13 +265,12 @@ class _Trace(TorchFunctionMode):
         """A value or a number; a tensor of one number is its element."""
         if isinstance(x, torch.SymInt):
             return self._element(x.node.expr, torch.full((1,), x, dtype=torch.int32, device=self.device))
+        if isinstance(x, _Indexed):
+            x._is_no_operand()
         if not isinstance(x, torch.Tensor):
             return x
         if x.numel() != 1:
-            raise TypeError(
-                f"expression: got a tensor of shape {tuple(x.shape)} for an operand, want one of its elements, as "
-                "tensor[h, q_idx]"
-            )
+            raise TypeError(f"expression: {_WANT_ELEMENTS.format(tuple(x.shape))}")
         if not x.requires_grad and not is_fake(x):
             return x.item()
         return self._element(id(x), x.reshape(1).to(self.device))
@@ -317,7 +327,8 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, block_mask):
-        return cls(*block_mask[2:6], tuple(block_mask[-3:-1]), block_mask[-1])
+        sizes = tuple(map(int, block_mask[-3:-1]))  # a graph with other sizes is another one: they divide
+        return cls(*block_mask[2:6], sizes, block_mask[-1])
 
     def all_keys(self):
         """Whether there is one block of everything, as flex_attention makes it of no mask."""

@@ -20,6 +20,7 @@ B, H, S, D = 2, 4, 90, 16
 DOC = torch.arange(S) // 30
 SLOPES = torch.tensor([0.5, 0.25, 0.1, 0.01])
 LENGTHS = torch.tensor([70, 90])
+POINTS = torch.randn(S, 3)
 LEARNED = {
     "table": torch.randn(H, 2 * S), "pair": torch.randn(B, H, S, S), "tau": torch.tensor(1.3), "cap": torch.rand(H) + 4,
 }  # fmt: skip
@@ -253,6 +254,20 @@ def test_lists_of_more_blocks():
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=every), want)
 
 
+def test_block_masks_of_any_length(one_thread):
+    """In a graph of any length; the sizes of blocks, which are divisors, are those that it is made with."""
+    call = torch.compile(flex_attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for length in (65, 80, 90):
+        q, k, v = qkv(grad=False, sq=length, sk=length)
+        shown = block_mask("documents", length, length)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "flex_attention: PyTorch computes this call")
+            torch.testing.assert_close(call(q, k, v, None, shown), flex_attention(q, k, v, None, shown))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.fixture
 def enabled():
     enable_flex()
@@ -327,11 +342,19 @@ def with_branch(s, b, h, q, k):
          "score_mod: has no torch.cumsum, want one of"),
         (dict(score_mod=lambda s, b, h, q, k: s + SLOPES), TypeError,
          r"score_mod: got a tensor of shape \(4,\) for an operand, want one of its elements, as tensor\[h, q_idx\]"),
+        *(
+            (dict(score_mod=mod), TypeError, r"score_mod: got a tensor of shape \(3,\) for an operand, want one of its")
+            for mod in (
+                lambda s, b, h, q, k: s * (POINTS[q] - POINTS[k]).sum(-1), lambda s, b, h, q, k: s + POINTS[q],
+                lambda s, b, h, q, k: 2 - POINTS[q], lambda s, b, h, q, k: torch.exp(POINTS[q]),
+                lambda s, b, h, q, k: s if POINTS[q] == POINTS[k] else 0 * s,
+            )
+        ),
         (dict(score_mod=lambda s, b, h, q, k: s + DOC[q, k]), IndexError,
          "score_mod: captured0: got more indices than 1"),
         (dict(score_mod=lambda s, b, h, q, k: s + DOC[s]), TypeError, "score_mod: got floats for an index"),
         (dict(score_mod=lambda s, b, h, q, k: s + torch.zeros(3, dtype=torch.complex64)[k]), TypeError,
-         "score_mod: got a tensor of torch.complex64 to index"),
+         "score_mod: got a tensor of torch.complex64, want torch.float32"),
         (dict(score_mod=lambda s, b, h, q, k: q // k), ValueError,
          "score_mod: floor_div: want a divisor that is a literal"),
         (dict(score_mod=lambda s, b, h, q, k: "s"), TypeError, "score_mod: got str for an operand"),
