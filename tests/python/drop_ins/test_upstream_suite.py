@@ -69,22 +69,35 @@ def test_no_such_test(tmp_path):
 
 FLEX = """
 import unittest, torch
+from torch.nn.attention import flex_attention as upstream
 from torch.nn.attention.flex_attention import flex_attention
 
 compiled = torch.compile(flex_attention, backend="aot_eager")
 
+def is_ours():
+    return upstream._validate_device.__module__.startswith("fulgur")
+
 class TestFlex(unittest.TestCase):
-    def compare(self, score_mod, off=0):
-        q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (9, 20, 20))
+    def compare(self, score_mod, off=0, requires_grad=True):
+        q, k, v = (torch.randn(1, 2, n, 8, requires_grad=requires_grad) for n in (9, 20, 20))
         want, got = flex_attention(q, k, v, score_mod), compiled(q, k, v, score_mod)
         torch.testing.assert_close(got + off, want)
+
+    def _check_equal(self, golden, reference, compiled, factor, tensor_name=None):
+        self.assertEqual(factor, {"Grad_Query": 1.1 * 1.25, "Grad_Key": 10}.get(tensor_name, 1.1))
 
     def test_bias(self):
         bias = torch.randn(20)
         self.compare(lambda score, b, h, q, k: score + bias[k])
+        self._check_equal(0, 0, 0, 1.1, "Grad_Query")
+        self._check_equal(0, 0, 0, 10, "Grad_Key")
+        self._check_equal(0, 0, 0, 1.1)
 
     def test_fails(self):
-        self.compare(lambda score, b, h, q, k: 2 * score, off=1)
+        self.compare(lambda score, b, h, q, k: 2 * score, off=is_ours())
+
+    def test_fails_always(self):  # PyTorch's own has no gradients on CPUs
+        self.compare(lambda score, b, h, q, k: 2 * score, off=1, requires_grad=False)
 
     def test_lacks(self):
         self.compare(lambda score, b, h, q, k: score + torch.lgamma(k + 1.0))
@@ -107,11 +120,76 @@ def test_counts_of_flex_attention(tmp_path):
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads(to.read_text())
-    assert result["counts"] == {"passed": 1, "failed": 1, "missing": 1, "skipped": 2}, done.stdout
+    assert result["counts"] == {"passed": 1, "failed": 1, "missing": 1, "skipped": 3}, done.stdout
     (failure,) = result["failures"]
     assert failure["test"] == "test_fails"
     (missing,) = result["missing"]
     assert "lgamma" in missing
+
+
+SDPA = """
+import unittest, torch
+from torch.nn.attention import SDPBackend, current_flash_attention_impl, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+from torch.testing._internal import common_utils
+from beside import ROWS
+
+class TestSDPA(common_utils.TestCase):
+    def compare(self, attn_mask=None, off=0, **options):
+        q, k, v = (torch.randn(2, 3, n, 8, requires_grad=True) for n in (ROWS, 20, 20))
+        results = []
+        for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.MATH):
+            with sdpa_kernel(backend):
+                out = scaled_dot_product_attention(q, k, v, attn_mask, **options)
+            results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+        torch.testing.assert_close([x + off for x in results[0]], results[1])
+
+    @common_utils.parametrize("seed", list(range(40)))
+    def test_masks(self, seed):
+        self.compare(torch.rand(2, 1, 9, 20) > 0.5 if seed % 2 else torch.randn(9, 1))
+
+    def test_causal(self):
+        self.compare(is_causal=True)
+
+    def test_fails(self):
+        self.compare(off=current_flash_attention_impl() == "fulgur")
+
+    def test_fails_always(self):
+        self.compare(off=1)
+
+    def test_of_the_formula_alone(self):
+        with sdpa_kernel(SDPBackend.MATH):
+            scaled_dot_product_attention(*[torch.randn(1, 2, 4, 8)] * 3)
+
+    def test_fused_sdp_priority_order(self):
+        self.compare(off=current_flash_attention_impl() == "fulgur")
+
+    @unittest.expectedFailure
+    def test_expected_to_fail(self):
+        self.compare(off=1)
+
+    def test_dropout(self):
+        q = torch.randn(1, 2, 4, 8)
+        torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, q, q, 0.5)
+
+common_utils.instantiate_parametrized_tests(TestSDPA)
+"""
+
+
+@pytest.mark.slow
+def test_counts_of_sdpa(tmp_path):
+    file, to = tmp_path / "test/test_transformers.py", tmp_path / "result.json"
+    file.parent.mkdir()
+    file.write_text(SDPA)
+    (file.parent / "beside.py").write_text("ROWS = 9\n")
+    done = subprocess.run([sys.executable, "-B", str(TOOL), "sdpa", str(tmp_path), "--draws", "12", "--json", str(to)],
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    result = json.loads(to.read_text())
+    # Of the draws, every test has one, and the one with parameters the others.
+    assert result["counts"] == {"passed": 6, "failed": 1, "missing": 2, "skipped": 3}, done.stdout
+    (failure,) = result["failures"]
+    assert failure["test"] == "test_fails" and result["missing"] == {"dropout_p": 1, "times": 1}
 
 
 JAX = """
@@ -130,6 +208,9 @@ class NNFunctionsTest(unittest.TestCase):
         self.compare(is_causal=True)
 
     def test_fails(self):
+        self.compare(off=not nn.dot_product_attention.__module__.startswith("jax"))
+
+    def test_fails_always(self):
         self.compare(off=1)
 
     def test_lacks(self):
@@ -150,6 +231,6 @@ def test_counts_of_jax(tmp_path):
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads(to.read_text())
-    assert result["counts"] == {"passed": 1, "failed": 1, "missing": 1, "skipped": 1}, done.stdout
+    assert result["counts"] == {"passed": 1, "failed": 1, "missing": 1, "skipped": 2}, done.stdout
     (failure,) = result["failures"]
     assert failure["test"] == "test_fails" and result["missing"] == {"implementation": 1}
