@@ -39,7 +39,8 @@ struct Descales {
   ConstTensor k_zero_point{}, v_zero_point{};  ///< of int8 and int4, in the shape of the descale
   /// f32 (batch or 1, hk, d): what each column of k has besides: (code - k_zero_point) * k_descale
   /// + k_mean, of any format. The keys of a sequence have one, and scores less q times it the same
-  /// softmax, so that it is added to lse alone. Not with softcap, score_mod and sinks.
+  /// softmax, so that it is added to lse alone; but to scores with softcap, score_mod or sinks. Not
+  /// with both softcap and ALiBi.
   ConstTensor k_mean{};
 };
 

@@ -544,7 +544,7 @@ def attention(
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.
         k_mean: float32 ``(batch, hk, d)``, of which batch may be 1: what the rows of codes of k have
-            besides, which lse says, too. Not with softcap, score_mod and sinks.
+            besides, which lse says, too. Not with both softcap and alibi_slopes.
         hadamard: k holds codes of rows that :func:`hadamard` has rotated, and a q of floats is rotated
             likewise; a Quantized k says it itself.
         deterministic: the backward pass gives the same bits in every run.

@@ -197,7 +197,7 @@ _DESCALES = _rows(
     (
         "k_mean", "tensor", None,
         "float32 ``(batch, hk, d)``, of which batch may be 1: what the rows of codes of k have besides, which lse "
-        "says, too. Not with softcap, score_mod and sinks.",
+        "says, too. Not with both softcap and alibi_slopes.",
     ),
     (
         "hadamard", "bool", False,

@@ -94,6 +94,9 @@ class CodeSteps {
   /// LSE takes the products of q and k_mean, with so many bytes of `memory`. `args`: of the
   /// attention, q rotated.
   virtual void add_means(const ForwardArgs& args, void* memory, const Run& run) const = 0;
+  /// `to` takes these products, scaled, of all rows side by side, in the order and dtype of LSE.
+  virtual void multiply_means(const ForwardArgs& args, void* to, void* memory,
+                              const Run& run) const = 0;
 };
 
 /// One way to compute attention on one kind of device, and what else a call does there: appending

@@ -98,6 +98,28 @@ Expressions::Expressions(const Options& options, std::span<const TensorBinding> 
   }
 }
 
+Expressions Expressions::of(const Expr& score, const TensorBinding& tensor) const {
+  Parts parts;
+  parts.score = changes_scores() ? with_score(parts_->score, score) : score;
+  if (masks()) parts.mask = with_score(parts_->mask, score);
+  const Expr roots[] = {parts.score, parts.mask};
+  parts.graph = checked_graph(roots);
+  for (const TensorSymbol& symbol : parts.graph.tensors) {
+    if (symbol.name() == tensor.name) {
+      parts.tensors.emplace_back(tensor.tensor);
+      parts.gradients.emplace_back(tensor.grad);
+      continue;
+    }
+    const auto& mine = parts_->graph.tensors;
+    const auto at = std::ranges::find(mine, symbol) - mine.begin();
+    parts.tensors.push_back(parts_->tensors[at]);
+    parts.gradients.push_back(parts_->gradients[at]);
+  }
+  Expressions result;
+  result.parts_ = std::make_shared<const Parts>(std::move(parts));
+  return result;
+}
+
 bool Expressions::wants_gradients() const {
   return given() &&
          std::ranges::any_of(parts_->gradients, [](const auto& g) { return g.rank > 0; });

@@ -51,6 +51,10 @@ class Expressions {
   Expressions(const Options& options, std::span<const TensorBinding> bindings,
               const Caller& caller);
 
+  /// These of other scores: of `score`, an expression of the score that indexes `tensor`, too. No
+  /// tensor has its name here.
+  Expressions of(const Expr& score, const TensorBinding& tensor) const;
+
   bool given() const { return parts_ != nullptr; }
   bool changes_scores() const { return given() && parts_->score.given(); }
   bool masks() const { return given() && parts_->mask.given(); }

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <numbers>
+#include <unordered_map>
 
 #include "base/check.h"
 
@@ -288,6 +289,26 @@ Expr make(Op op, const std::vector<Expr>& operands) {
   std::vector<std::shared_ptr<const Term>> terms;
   for (const Expr& x : operands) terms.push_back(x.term());
   return term({op, result_of(op, type)}, std::move(terms));
+}
+
+namespace {
+
+Expr with_score(const Expr& e, const Expr& by, std::unordered_map<const Term*, Expr>& done) {
+  const Term& term = *e.term();
+  if (term.content.op == Op::kSymbol && term.content.symbol == Symbol::kScore) return by;
+  if (term.operands.empty()) return e;
+  if (const auto at = done.find(&term); at != done.end()) return at->second;
+  std::vector<Expr> operands;
+  for (const auto& operand : term.operands) operands.push_back(with_score(Expr(operand), by, done));
+  const bool gather = term.content.op == Op::kGather;
+  return done[&term] = gather ? term.tensor->at(operands) : make(term.content.op, operands);
+}
+
+}  // namespace
+
+Expr with_score(const Expr& e, const Expr& by) {
+  std::unordered_map<const Term*, Expr> done;
+  return with_score(e, by, done);
 }
 
 Expr operation(std::string_view name, std::span<const Expr> operands) {

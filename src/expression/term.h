@@ -104,6 +104,9 @@ inline bool is_literal(const Expr& e, double value) {
 /// An operation of the language by its name, which casts operands as it needs to.
 Expr operation(std::string_view name, std::span<const Expr> operands);
 
+/// An expression in which `by` takes the place of the score.
+Expr with_score(const Expr& e, const Expr& by);
+
 /// What an operation makes of values: those of integers and bools are whole numbers.
 double compute(Op op, Type operand_type, const double* operands);
 /// An integer of 32 bits.

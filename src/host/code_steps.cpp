@@ -19,6 +19,25 @@ class HostCodeSteps final : public CodeSteps {
   void rotate(const HadamardCall& call, const Run&) const override { hadamard(call, threads_); }
 
   void add_means(const ForwardArgs& args, void*, const Run&) const override {
+    for_each_row(args, [&](int64_t b, int64_t row, int64_t h, const auto& product) {
+      const int64_t at = p_.lse.offset(b, row, h);
+      const double before = load_element(args.lse.data, args.lse.dtype, at);
+      if (!(before > -std::numeric_limits<double>::infinity())) return;  // it sees no key
+      store_element(args.lse.data, args.lse.dtype, at, before + product());
+    });
+  }
+
+  void multiply_means(const ForwardArgs& args, void* to, void*, const Run&) const override {
+    for_each_row(args, [&](int64_t b, int64_t row, int64_t h, const auto& product) {
+      const int64_t at = p_.packed ? h * p_.total_q + row : (b * p_.hq + h) * p_.sq + row;
+      store_element(to, p_.lse_dtype(), at, product());
+    });
+  }
+
+ private:
+  /// Calls act(sequence, row, q head, a function that gives the product of the row and its mean).
+  template <class Act>
+  void for_each_row(const ForwardArgs& args, const Act& act) const {
     if (p_.total_q == 0) return;  // with no rows there may be any number of heads
     const Sequences sequences(p_, args);
     const Means means(args.descales.k_mean);
@@ -28,21 +47,20 @@ class HostCodeSteps final : public CodeSteps {
       const Sequence s = sequences[b];
       const float* const mean = means.of(b, kv);
       for (int64_t row = s.q_begin; row < s.q_begin + s.sq; ++row) {
-        const int64_t at = p_.lse.offset(b, row, h), first = p_.q.offset(b, row, h);
-        const double before = load_element(args.lse.data, args.lse.dtype, at);
-        if (!(before > -std::numeric_limits<double>::infinity())) continue;  // it sees no key
-        double sum = 0;
-        for (int64_t i = 0; i < p_.d; ++i) {
-          double x = load_element(args.q.data, args.q.dtype, first + i);
-          if (scale.given()) x *= scale.of(b, kv, b, row, h, i / (p_.d / scale.at.groups));
-          sum += x * mean[i];
-        }
-        store_element(args.lse.data, args.lse.dtype, at, before + p_.scale * sum);
+        const int64_t first = p_.q.offset(b, row, h);
+        act(b, row, h, [&] {
+          double sum = 0;
+          for (int64_t i = 0; i < p_.d; ++i) {
+            double x = load_element(args.q.data, args.q.dtype, first + i);
+            if (scale.given()) x *= scale.of(b, kv, b, row, h, i / (p_.d / scale.at.groups));
+            sum += x * mean[i];
+          }
+          return p_.scale * sum;
+        });
       }
     });
   }
 
- private:
   Problem p_;
   int threads_;
 };

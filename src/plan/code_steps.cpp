@@ -1,7 +1,6 @@
 #include "plan/code_steps.h"
 
-#include <fmt/format.h>
-
+#include <algorithm>
 #include <cstddef>
 #include <utility>
 
@@ -17,10 +16,49 @@ namespace {
 /// Codes are of rotated rows already.
 bool rotates_queries(const Problem& p) { return p.hadamard && !is_low_bit(p.dtypes.q); }
 
-/// `begin`: the end of the attention's workspace.
-StepPlaces places_of(const Problem& p, const CodeSteps& steps, int64_t begin) {
-  return {rotates_queries(p) ? rotated_bytes(p) : 0, steps.bytes(), begin};
+/// Whether scores take the products of q and the means, and not LSE alone.
+bool scores_take_means(const Problem& p) {
+  return p.has(Arg::kKMean) &&
+         (p.softcap > 0 || p.has(Arg::kSinks) || p.expressions.changes_scores());
 }
+
+/// The products of rows of q and k_mean, scaled, as an expression indexes them: (batch, hq, sq) or
+/// (hq, total_q).
+TensorBinding products(const Problem& p, void* memory) {
+  std::vector<TensorSymbol> others = p.expressions.graph(false).graph.tensors;
+  TensorBinding of_rows{.name = "k_mean"};
+  while (std::ranges::find(others, of_rows.name, &TensorSymbol::name) != others.end()) {
+    of_rows.name += '_';
+  }
+  of_rows.tensor =
+      p.packed ? ConstTensor::contiguous(memory, p.lse_dtype(), {p.hq, p.total_q}, p.device)
+               : ConstTensor::contiguous(memory, p.lse_dtype(), {p.batch, p.hq, p.sq}, p.device);
+  return of_rows;
+}
+int64_t products_bytes(const Problem& p) {
+  return scores_take_means(p) ? p.hq * p.total_q * size_of(p.lse_dtype()) : 0;
+}
+
+/// The expressions of such scores: the softcap comes after the means, and before what a user wants.
+expression::Expressions with_means(const Problem& p) {
+  using namespace symbols;
+  const TensorBinding of_rows = products(p, nullptr);
+  const TensorSymbol tensor(of_rows.name, of_rows.tensor.dtype, of_rows.tensor.rank);
+  Expr whole = score + (p.packed ? tensor(h, q0 + q) : tensor(b, h, q));
+  if (p.softcap > 0) whole = Expr(p.softcap) * tanh(whole / Expr(p.softcap));
+  return p.expressions.of(whole, of_rows);
+}
+
+/// In the workspace: what CodeSteps wants, and where its products go.
+struct Places : StepPlaces {
+  Places(const Problem& p, const CodeSteps& steps, int64_t begin)
+      : StepPlaces(rotates_queries(p) ? rotated_bytes(p) : 0, steps.bytes(), begin) {
+    Arena arena(end);
+    products = arena.take(products_bytes(p));
+    end = arena.end();
+  }
+  int64_t products;
+};
 
 class CodeStepsExecutable final : public Executable {
  public:
@@ -31,7 +69,7 @@ class CodeStepsExecutable final : public Executable {
         engine_(engine),
         steps_(std::move(steps)),
         attention_(std::move(attention)),
-        at_(places_of(p, *steps_, attention_->workspace().bytes)) {}
+        at_(p, *steps_, attention_->workspace().bytes) {}
 
   void run(const Call& call, const Run& run) const override {
     ForwardArgs args = *std::get<const ForwardArgs*>(call);
@@ -42,6 +80,11 @@ class CodeStepsExecutable final : public Executable {
         const int64_t batch = p_.packed ? 1 : p_.batch;
         steps_->rotate({args.q, to, false, batch, p_.total_q / batch, p_.hq, p_.d}, run);
         args.q = to;
+      }
+      if (scores_take_means(p_)) {
+        const TensorBinding of_rows = products(p_, bytes + at_.products);
+        steps_->multiply_means(args, bytes + at_.products, bytes + at_.step, run);
+        args.tensors.push_back(of_rows);
       }
       Run attend = run;
       if (at_.end > 0) attend.workspace = {bytes, attention_->workspace().bytes};
@@ -56,6 +99,10 @@ class CodeStepsExecutable final : public Executable {
       e.decisions.insert(e.decisions.begin(), "q is rotated first, as the keys are (hadamard)");
     }
     if (adds_means()) e.decisions.push_back("lse takes the products of q and k_mean at last");
+    if (scores_take_means(p_)) {
+      e.decisions.insert(e.decisions.begin(),
+                         "scores take the products of q and k_mean, which are computed first");
+    }
     return e;
   }
 
@@ -68,13 +115,15 @@ class CodeStepsExecutable final : public Executable {
   WorkspaceNeed workspace() const override { return at_.need(attention_->workspace()); }
 
  private:
-  bool adds_means() const { return p_.has(Arg::kKMean) && p_.has(Arg::kLse); }
+  bool adds_means() const {
+    return p_.has(Arg::kKMean) && p_.has(Arg::kLse) && !scores_take_means(p_);
+  }
 
   Problem p_;
   const Engine& engine_;
   std::unique_ptr<const CodeSteps> steps_;
   std::unique_ptr<const Executable> attention_;
-  StepPlaces at_;
+  Places at_;
 };
 
 }  // namespace
@@ -82,6 +131,10 @@ class CodeStepsExecutable final : public Executable {
 bool has_code_steps(const Problem& p) { return p.hadamard || p.has(Arg::kKMean); }
 
 Problem without_code_steps(Problem p) {
+  if (scores_take_means(p)) {
+    p.expressions = with_means(p);
+    p.softcap = 0;
+  }
   if (rotates_queries(p)) p = with_rotated_queries(p);
   p.hadamard = false;
   p.given.set(Arg::kKMean, false);
@@ -91,22 +144,15 @@ Problem without_code_steps(Problem p) {
 std::unique_ptr<const Executable> plan_code_steps(const Problem& p, const Engine& engine,
                                                   int threads, const PlanAttention& plan_attention,
                                                   std::vector<std::string>* rejected) {
-  if (p.has(Arg::kKMean)) {
-    const char* const other = p.softcap > 0                    ? "softcap"
-                              : p.has(Arg::kSinks)             ? "sinks"
-                              : p.expressions.changes_scores() ? "score_mod"
-                                                               : nullptr;
-    if (other != nullptr) {
-      throw Error(Status::kUnsupported,
-                  fmt::format("k_mean: given with {}, want none: scores are less q times the mean, "
-                              "which the softmax alone does not see",
-                              other));
-    }
+  if (p.has(Arg::kKMean) && p.softcap > 0 && p.has(Arg::kAlibiSlopes)) {
+    throw Error(Status::kUnsupported,
+                "k_mean: given with softcap and alibi_slopes, want one of them: both see scores "
+                "that have their means");
   }
   auto steps = engine.code_steps(rotates_queries(p) ? with_rotated_queries(p) : p, threads);
   Problem attention = without_code_steps(p);
   if (attention.max_workspace > 0) {
-    attention.max_workspace = places_of(p, *steps, 0).left_of(attention.max_workspace);
+    attention.max_workspace = Places(p, *steps, 0).left_of(attention.max_workspace);
   }
   return std::make_unique<CodeStepsExecutable>(p, engine, std::move(steps),
                                                plan_attention(attention, rejected));

@@ -864,7 +864,6 @@ TEST(QuantizedErrors, NameTheArgument) {
   }
 }
 
-// What scores are of keys less their means, the softmax alone does not see.
 TEST(QuantizedErrors, OfRotatedKeysAndMeans) {
   static float numbers[2 * 10 * 4 * 64];
   const auto of = [](DType dtype, std::initializer_list<int64_t> shape) {
@@ -872,22 +871,16 @@ TEST(QuantizedErrors, OfRotatedKeysAndMeans) {
   };
   const DType f32 = DType::kF32;
   const Tensor rows = of(f32, {2, 10, 2, 64}), codes = of(DType::kInt8, {2, 10, 2, 64});
-  const Tensor mean = of(f32, {1, 2, 64}), sinks = of(f32, {4});
+  const Tensor mean = of(f32, {1, 2, 64});
   const ForwardArgs args{
       .q = of(f32, {2, 3, 4, 64}), .k = codes, .v = rows, .out = of(f32, {2, 3, 4, 64})};
-  ForwardArgs less = args, sunk;
+  ForwardArgs less = args;
   less.descales.k_mean = mean;
-  sunk = less;
-  sunk.sinks = sinks;
-  const auto refused = [](const ForwardArgs& a, const Options& options, const char* other) {
-    EXPECT_EQ(status_of([&] { plan(a, options); }), Status::kUnsupported);
-    EXPECT_EQ(
-        message_of([&] { plan(a, options); }).rfind(std::string("k_mean: given with ") + other, 0),
-        0u);
-  };
-  refused(sunk, {}, "sinks");
-  refused(less, {.softcap = 3}, "softcap");
-  refused(less, {.score_mod = parse_expression("2 * score")}, "score_mod");
+  less.alibi_slopes = of(f32, {4});
+  EXPECT_EQ(status_of([&] { plan(less, {.softcap = 3}); }), Status::kUnsupported);
+  EXPECT_EQ(message_of([&] { plan(less, {.softcap = 3}); }),
+            "k_mean: given with softcap and alibi_slopes, want one of them: both see scores that "
+            "have their means");
   ForwardArgs floats = args;
   floats.k = rows;
   EXPECT_EQ(message_of([&] { plan(floats, {.hadamard = true}); }),

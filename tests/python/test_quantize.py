@@ -136,9 +136,20 @@ def test_keys_less_their_means(rng, format, rotate):
     cache = fulgur.quantize(np.zeros_like(k), format, mean=less.mean, rotate=rotate)
     fulgur.append(cache, fulgur.quantize(v, "q8_0"), k, v, np.zeros(2, np.int32))
     assert np.array_equal(cache.codes, less.codes) and cache.mean is less.mean
-    for name, x in (("softcap", 5.0), ("sinks", np.zeros(4, np.float32)), ("score_mod", "2 * score")):
-        with pytest.raises(fulgur.Error, match=f"^k_mean: given with {name}, want none"):
-            fulgur.attention(q, less, v, **{name: x})
+    # What sees scores themselves sees those of the numbers; a tensor of an expression may have any name.
+    sinks = 4 * numbers(rng, 4)
+    table = {"k_mean": numbers(rng, 4), "k_mean_": numbers(rng, 4)}
+    for options in (
+        {"softcap": 5.0},
+        {"sinks": sinks},
+        {"score_mod": "0.3 * score * score + k_mean[h] * k_mean_[q % 4]", "tensors": table, "softcap": 9.0},
+        {"score_mod": "select(score > 9, score - 1, -inf)", "sinks": sinks},
+    ):
+        got, lse = fulgur.attention(q, less, v, causal=True, return_lse=True, **options)
+        want, want_lse = fulgur.attention(q, less.dequantize(), v, causal=True, return_lse=True, **options)
+        assert np.allclose(got, want, atol=2e-3) and np.allclose(lse, want_lse, atol=2e-3, rtol=1e-4)
+    with pytest.raises(fulgur.Error, match="^k_mean: given with softcap and alibi_slopes"):
+        fulgur.attention(q, less, v, softcap=5.0, alibi_slopes=np.ones(4, np.float32))
     with pytest.raises(ValueError, match="^v: got codes less their mean, want those of k alone"):
         fulgur.attention(q, k, fulgur.quantize(v, format, mean=True))
 

@@ -87,8 +87,7 @@ class CudaCodeSteps final : public CodeSteps {
       : p_(p), gpu_(gpu), numbers_(with_starts_alone(p), gpu) {
     if (p.hadamard && !is_low_bit(p.dtypes.q))
       load(of_dtype(CallKernel::kHadamardF16, p.dtypes.q), gpu);
-    if (p.has(Arg::kKMean) && p.has(Arg::kLse))
-      load(of_queries(CallKernel::kAddMeansF16, p.dtypes.q), gpu);
+    if (p.has(Arg::kKMean)) load(of_queries(CallKernel::kAddMeansF16, p.dtypes.q), gpu);
   }
 
   int64_t bytes() const override { return numbers_.bytes(); }
@@ -98,6 +97,20 @@ class CudaCodeSteps final : public CodeSteps {
   }
 
   void add_means(const ForwardArgs& args, void* memory, const Run& run) const override {
+    multiply(args, static_cast<float*>(args.lse.data), p_.lse, true, memory, run);
+  }
+
+  void multiply_means(const ForwardArgs& args, void* to, void* memory,
+                      const Run& run) const override {
+    Layout side_by_side{};
+    side_by_side.batch = p_.packed ? 0 : p_.hq * p_.sq;
+    side_by_side.head = p_.packed ? p_.total_q : p_.sq;
+    multiply(args, static_cast<float*>(to), side_by_side, false, memory, run);
+  }
+
+ private:
+  void multiply(const ForwardArgs& args, float* to, const Layout& at, bool adds, void* memory,
+                const Run& run) const {
     if (p_.batch == 0 || p_.total_q == 0) return;
     const auto stream = static_cast<CUstream>(run.stream);
     const CurrentContext current(gpu_.context());
@@ -110,9 +123,10 @@ class CudaCodeSteps final : public CodeSteps {
     p.q_row = p_.q.row;
     p.q_head = p_.q.head;
     p.codes = codes_of(p_.dtypes.q, {{args.descales.q_descale.data, p_.q_descale}, {}});
-    p.lse = static_cast<float*>(args.lse.data);
-    p.lse_batch = p_.lse.batch;
-    p.lse_head = p_.lse.head;
+    p.lse = to;
+    p.lse_batch = at.batch;
+    p.lse_head = at.head;
+    p.adds = adds;
     p.mean = means.data;
     p.mean_batch = means.batch;
     p.mean_head = means.head;
@@ -127,7 +141,6 @@ class CudaCodeSteps final : public CodeSteps {
            kCodeLanesLog2);
   }
 
- private:
   Problem p_;
   Gpu& gpu_;
   HostMetadata numbers_;

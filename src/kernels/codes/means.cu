@@ -50,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_add_means(cons
     for (int head = blockIdx.y * (blockDim.x / 32) + threadIdx.x / 32; head < p.heads;
          head += gridDim.y * (blockDim.x / 32)) {
       float* const lse = p.lse + b * p.lse_batch + head * p.lse_head + row;
-      const float before = *lse;
+      const float before = p.adds ? *lse : 0;
       if (!(before > -infinity())) continue;  // of a row that sees no key, and maybe does not exist
       const int kv = head / p.group;
       const float* const mean = p.mean + sequence * p.mean_batch + kv * p.mean_head;

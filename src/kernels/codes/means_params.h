@@ -8,7 +8,7 @@ struct MeansParams {
   int batch, rows_each;
 };
 
-// LSE of rows of q takes their products with the means of K.
+// LSE of rows of q takes their products with the means of K; or these alone go where `lse` says.
 struct AddMeansParams {
   const void* q;
   long long q_batch, q_row, q_head;  // strides
@@ -19,5 +19,6 @@ struct AddMeansParams {
   long long mean_batch, mean_head;
   float scale;  // of scores
   int batch, rows_each, heads, group, dim;
+  bool adds;
   const int* cu_seqlens;  // [batch + 1], or null; the rows of all sequences are then one sequence's
 };
