@@ -166,8 +166,10 @@ void load_global_again(Context& c, const Instruction& i) {
 }
 void store_global(Context& c, const Instruction& i) {
   auto* const to = reinterpret_cast<uint32_t*>(c.get(i.atoms[0]));
-  current->writes_global(to, 4);
-  *to = c.get32(i.atoms[1]);
+  const size_t count = i.count;
+  if (reinterpret_cast<uintptr_t>(to) % (4 * count) != 0) fail("an unaligned store: " + i.name);
+  current->writes_global(to, 4 * count);
+  for (size_t k = 0; k < count; ++k) to[k] = c.get32(i.atoms[k + 1]);
 }
 void atomic_inc(Context& c, const Instruction& i) {
   auto* const at = reinterpret_cast<unsigned*>(c.get(i.atoms[1]));
@@ -325,6 +327,7 @@ constexpr Known kKnown[] = {
     {"ld.acquire.gpu.global.s32", load_global_again},
     {"ld.acquire.gpu.global.u32", load_global},
     {"ld.relaxed.gpu.global.s32", load_global},
+    {"st.global.cs.", store_global},
     {"st.release.gpu.global.s32", store_global},
     {"atom.global.acq_rel.gpu.inc.u32", atomic_inc},
     {"atom.global.relaxed.gpu.inc.u32", atomic_inc},

@@ -4,6 +4,7 @@
 #include "host_device/attention_params.h"
 #include "attention/fragment.cuh"
 #include "device/math.cuh"
+#include "device/memory.cuh"
 #include "device/operands.cuh"
 #include "device/schedule.cuh"
 
@@ -29,10 +30,12 @@ struct Finite {
 };
 
 // 8 columns of a row, of which `count` exist.
-template <bool elements, class Memory>
+template <bool elements, bool streaming = false, class Memory>
 __device__ __forceinline__ void store_global_columns(Memory* to, const u32 (&x)[4], int count) {
   if (!elements) {
-    if (count > 0) *reinterpret_cast<uint4*>(to) = {x[0], x[1], x[2], x[3]};
+    if (count <= 0) return;
+    if constexpr (streaming) store_global_streaming16(to, x);
+    else *reinterpret_cast<uint4*>(to) = {x[0], x[1], x[2], x[3]};
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -70,7 +73,8 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
 
 // 32 columns, the last time perhaps 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on; `out` is where
 // the row's begin, `dims` so many it has. Quads exchange so that a thread holds 8 adjacent columns, 16 bytes, which are
-// stored at once or by `elements`. Where columns are `permuted` (sm90/forward/values.cuh) it holds them already.
+// stored at once or by `elements`. Where columns are `permuted` (sm90/forward/values.cuh) it holds them already, and
+// they are on their way past L2, which has the images of V to hold.
 template <class Type, int columns, bool elements, bool permuted = false>
 __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
                                                  int i, int half, float scale, Finite<Type>& finite) {
@@ -93,7 +97,7 @@ __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int
     }
     if (!permuted) quad_transpose(y);
     const int column = 2 * i + 8 * u32(threadIdx.x % 4);
-    store_global_columns<elements>(out + column, y, dims - column);
+    store_global_columns<elements, permuted>(out + column, y, dims - column);
   }
 }
 
