@@ -100,6 +100,7 @@ ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& r
   p.partial = reinterpret_cast<float*>(workspace + at_.partial);
   p.values.image = reinterpret_cast<unsigned char*>(workspace + at_.image);
   p.values.means = reinterpret_cast<float*>(workspace + at_.means);
+  p.values.mean_steps = reinterpret_cast<unsigned char*>(workspace + at_.mean_steps);
   p.values.sums = reinterpret_cast<RowSum*>(workspace + at_.sums);
   if (plan_.store == ForwardPlan::Store::kTiles) place(out_, p.o.data, &p.o_map);
   for (size_t i = 0; i < inputs_.size(); ++i) {

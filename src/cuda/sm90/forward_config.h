@@ -17,7 +17,8 @@ struct ForwardKey : AnyForwardKey {
   int block_keys = 0;  ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
-  bool pairs = false;  ///< K of a tile and V of the one before come together
+  bool pairs = false;          ///< K of a tile and V of the one before come together
+  bool mean_products = false;  ///< means of V are added by products, too
   bool dropout = false;
   bool shares_blocks = false;  ///< the heads of a group share blocks of rows
   int box_keys = 0;            ///< keys that TMA loads at a time: of one page
@@ -35,6 +36,7 @@ struct ForwardKey : AnyForwardKey {
     f("kKStages", k_stages);
     f("kVStages", v_stages);
     f("kPairs", pairs);
+    f("kMeanProducts", mean_products);
     f("kProducerRegisters", producer_registers);
     f("kConsumerRegisters", consumer_registers);
     f("kDropout", dropout);

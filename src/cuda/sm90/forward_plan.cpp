@@ -137,6 +137,14 @@ bool shares_blocks(const ForwardPlan& plan, const Problem& p) {
   return 20 * together < 19 * apart || levels;
 }
 
+/// Whether means of V are added by products, too: where a row has many columns of them, or many
+/// stretches. Measured with d 64, 128 and 256.
+bool has_mean_products(const ForwardPlan& plan, const Problem& p) {
+  if (!plan.centers_v() || !plan.pairs || plan.has_left) return false;
+  const bool many = !p.invariant && p.sk > kernels::stretch_keys(plan.block_keys);
+  return plan.value_dim > 128 || (plan.value_dim > 64 && many);
+}
+
 /// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
 bool derive_stages(ForwardPlan& plan, int shared_bytes) {
   const int most = std::min(kMaxStages, kKeysAhead / plan.block_keys);
@@ -311,6 +319,10 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
     const int64_t rows = int64_t{plan.grid} * plan.block_rows();
     at.image = arena.take(tiles * plan.block_keys * plan.value_dim);
     at.means = arena.take(p.batch * p.hk * v.stretches * plan.value_dim * int64_t{sizeof(float)});
+    if (plan.mean_products) {
+      at.mean_steps = arena.take(p.batch * p.hk * kernels::mean_steps_of_stretches(v.stretches) *
+                                 int64_t{kernels::mean_step_bytes(plan.value_dim)});
+    }
     const int left = v.stretches > 1 ? v.stretches : 0;
     at.sums = arena.take(rows * left * int64_t{sizeof(RowSum)});
   }
@@ -407,6 +419,7 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
     t.plan.shares_blocks = shares_blocks(t.plan, p);
     t.plan.work.heads = static_cast<int>(p.batch * p.hq) / t.plan.block_heads(p);
     t.plan.block_keys = tile.block_keys;
+    t.plan.mean_products = has_mean_products(t.plan, p);
     t.plan.box_keys = p.cache.paged() ? std::gcd(t.plan.page, tile.block_keys) : tile.block_keys;
     t.plan.producer_registers = registers_of(tile.consumers).producer;
     t.plan.consumer_registers = registers_of(tile.consumers).consumer;

@@ -17,9 +17,9 @@ namespace fulgur::cuda::sm90 {
 /// Where things begin in the workspace, in bytes, after the counters and tickets. All 0 where
 /// nothing is launched.
 struct ForwardWorkspace : CallWorkspace {
-  int64_t partial = 0;                     ///< what parts of split blocks leave
-  std::array<int64_t, 4> copies{};         ///< of q, k, v and the bias
-  int64_t image = 0, means = 0, sums = 0;  ///< of V for products of e4m3
+  int64_t partial = 0;                                     ///< what parts of split blocks leave
+  std::array<int64_t, 4> copies{};                         ///< of q, k, v and the bias
+  int64_t image = 0, means = 0, mean_steps = 0, sums = 0;  ///< of V for products of e4m3
 };
 ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
 

@@ -91,9 +91,9 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         }
         if constexpr (kPairs) {
           if (keys.end > keys.begin) {
-            load.leave_k();
+            load.leave_k(source, keys);
             load.load_v(source, keys.begin);
-            if constexpr (kCentersV) prefetch_means(p, tile.batch * (p.hq / p.group) + source.head, keys);
+            if constexpr (kCentersV) prefetch_means(p, source.means, keys);
           }
         }
       }
@@ -484,19 +484,66 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         }
       }
 
+      const int first_stretch = kCentersV ? walk.last / kStretchTiles : 0;
+      float own[2] = {0, 0};  // sums of the leftmost stretch
+      if constexpr (kCentersV) {
+        own[0] = quad_sum(rows.sum[0]);
+        own[1] = quad_sum(rows.sum[1]);
+        __syncwarp();  // the first lane of a quad has left the sums
+      }
       // O += P V of the leftmost tile.
-      wait_for_values();
-      register_fence(O);
-      wgmma_fence();
-      issue_values(O, P, v_operand());
-      if (!kOThroughQ) leave_q();
-      float mean[kValueDim / 4];  // of V in the leftmost stretch, kCentersV
-      if constexpr (kCentersV) load_means(p, head.kv_head, walk.last / kStretchTiles, mean);
-      wgmma_wait<0>();
-      register_fence(O);
-      release_values();
-      if constexpr (kCentersV)
-        add_means(p, head.kv_head, mean, O, rows, walk.last / kStretchTiles, last_stretch);
+      if constexpr (kMeanSteps > 0) {
+        const int steps = mean_steps(first_stretch, last_stretch);
+        int step = first_stretch / kStretchesOfStep;
+        u32 shares[4];
+        float sum[2] = {0, 0};
+        shares_in_step(p, rows, own, step, first_stretch, last_stretch, shares, sum);
+        wait_for_values();
+        register_fence(O);
+        wgmma_fence();
+        issue_values(O, P, v_operand());
+        const u32 means = uniform_descriptor(keys.address(), kStretchesOfStep * kRowsOfMean * kPanelRowBytes);
+        wgmma_fence();
+        issue_means(O, shares, means);
+        leave_q();
+        wgmma_wait<0>();
+        register_fence(O);
+#pragma unroll 1
+        for (int i = 1; i < steps; ++i) {
+          shares_in_step(p, rows, own, ++step, first_stretch, last_stretch, shares, sum);
+          register_fence(O);
+          wgmma_fence();
+          issue_means(O, shares, means + (i * kMeanStepBytes >> 4));
+          wgmma_wait<0>();
+          register_fence(O);
+        }
+        release_values();
+#pragma unroll
+        for (int half = 0; half < 2; ++half) rows.sum[half] = sum[half] + __shfl_xor_sync(0xffffffff, sum[half], 2);
+        const int next = (step + 1) * kStretchesOfStep;
+        if (next <= last_stretch) {  // steps that the buffer did not hold
+          const float before[2] = {rows.sum[0], rows.sum[1]};
+          float mean[kValueDim / 4];
+          load_means(p, head.kv_head, next, mean);
+          float weight[2] = {left_sum(p, rows, 0, next), left_sum(p, rows, 1, next)};
+          add_means(p, head.kv_head, mean, O, rows, weight, next, last_stretch);
+          rows.sum[0] += before[0];
+          rows.sum[1] += before[1];
+        }
+      } else {
+        wait_for_values();
+        register_fence(O);
+        wgmma_fence();
+        issue_values(O, P, v_operand());
+        if (!kOThroughQ) leave_q();
+        float mean[kValueDim / 4];  // of V in the leftmost stretch, kCentersV
+        if constexpr (kCentersV) load_means(p, head.kv_head, first_stretch, mean);
+        wgmma_wait<0>();
+        register_fence(O);
+        release_values();
+        if constexpr (kCentersV) add_means(p, head.kv_head, mean, O, rows, own, first_stretch, last_stretch);
+      }
+      if constexpr (kCentersV) __syncwarp();  // before the next row's sums take the place of these
     } else if (kOThroughQ) {
       release_q();
     } else {

@@ -50,6 +50,15 @@ struct ForwardLayout {
 // Keys of a stretch, of which V has a mean of its own (sm90/forward/values.cuh): about 1536, in whole tiles.
 FULGUR_SHARED int stretch_keys(int block_keys) { return 1536 / block_keys * block_keys; }
 
+// Of the means of stretches as steps of a product, of bf16 in panels of 64 columns (sm90/forward/values.cuh).
+enum : int { kStretchesOfStep = 4, kRowsOfMean = 4 };
+FULGUR_SHARED int mean_step_bytes(int value_dim) {
+  return panels_of(kBF16, value_dim) * kStretchesOfStep * kRowsOfMean * kPanelRowBytes;
+}
+FULGUR_SHARED int mean_steps_of_stretches(int stretches) {
+  return (stretches + kStretchesOfStep - 1) / kStretchesOfStep;
+}
+
 // Warps of sm90/forward/values.cu have 128 keys of 32 columns each: shared memory for their image, and for two sums of
 // each column.
 enum : int { kValuesThreads = 384, kValuesWarpKeys = 128, kValuesWarpBytes = kValuesWarpKeys * 32 + 2 * 32 * 4 };

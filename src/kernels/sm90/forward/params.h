@@ -12,6 +12,7 @@
 //   kKStages        buffers of K
 //   kVStages        buffers of V
 //   kPairs          1: K of a key tile and V of the one before come together (sm90/forward/pipeline.cuh)
+//   kMeanProducts   1: means of V are added by products, too (sm90/forward/values.cuh): kPairs, and no kHasLeft
 //   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg (multiples of 8):
 //                   1 consumer 40/208, 2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
 //   kHasLeft        1: window_left bounds the keys
@@ -77,6 +78,7 @@ struct CenteredValues {
   int batch_tiles, head_tiles;  // from a sequence to the next (0 where they are packed), from a kv head to the next
   int stretches;                // of a sequence at most
   float* means;                 // [b, hk, stretches, kValueDim]
+  unsigned char* mean_steps;    // [b, hk, four stretches]: the same as steps of a product
   RowSum* sums;                 // [CTAs, rows of a q tile, stretches]
 };
 

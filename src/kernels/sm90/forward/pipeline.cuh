@@ -48,22 +48,24 @@ struct Keys {
   int head, batch;
   int bias_head, bias_batch;  // where the bias of the q head lies
   long long image;            // the first tile in the image of V, kCentersV
+  int means;                  // the kv head counted over the batch, kCentersV
 };
 
 __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& tile, const Lengths& n) {
   return {n.k_start, n.sk, tile.head / p.group, kPackedK ? 0 : tile.batch, p.bias.head == 0 ? 0 : tile.head,
           p.bias.batch == 0 ? 0 : tile.batch,
-          kCentersV ? first_image_tile(p, tile.batch, tile.head / p.group, n.k_start) : 0};
+          kCentersV ? first_image_tile(p, tile.batch, tile.head / p.group, n.k_start) : 0,
+          kCentersV ? tile.batch * (p.hq / p.group) + tile.head / p.group : 0};
 }
 
-// Asks for the means of V that a q tile will want in the end.
+// Asks for the means of V that a q tile will want in the end from memory.
 __device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_head, const KeyTiles& keys) {
   constexpr int kLineFloats = 32;
   const float* const means = means_of(p, kv_head);
-  const int end = (keys.end - 1) / kStretchTiles + 1;
+  const int first = keys.begin / kStretchTiles, end = (keys.end - 1) / kStretchTiles + 1;
+  const int begin = kMeanSteps > 0 ? (first / kStretchesOfStep + kMeanSteps) * kStretchesOfStep : first;
 #pragma unroll 1
-  for (int i = keys.begin / kStretchTiles * kValueDim + threadIdx.x % 32 * kLineFloats; i < end * kValueDim;
-       i += 32 * kLineFloats)
+  for (int i = begin * kValueDim + threadIdx.x % 32 * kLineFloats; i < end * kValueDim; i += 32 * kLineFloats)
     prefetch_global(means + i);
 }
 
@@ -191,9 +193,21 @@ struct Loader {
 
   // With kPairs K of a tile and V of the one to its right, whose products are issued together, are one buffer with two
   // arrivals: the consumers wait and release half as often. Of a q tile the first has no V, and one more has no K.
-  __device__ __forceinline__ void leave_k() {
+  // In the place of K that one has the means of V.
+  __device__ __forceinline__ void leave_k(const Keys& keys, const KeyTiles& tiles) {
     k.wait_empty();
-    if (elect_one()) mbarrier_arrive(k.full());
+    if constexpr (kMeanSteps > 0) {
+      wait_for_earlier_kernels();
+      const int first = tiles.begin / kStretchTiles, last = (tiles.end - 1) / kStretchTiles;
+      const int bytes = mean_steps(first, last) * kMeanStepBytes;
+      if (elect_one()) {
+        mbarrier_arrive_expect(k.full(), bytes);
+        bulk_load(k.address(), mean_steps_of(p, keys.means) + first / kStretchesOfStep * kMeanStepBytes, bytes,
+                  k.full(), Keep::kLong);
+      }
+    } else {
+      if (elect_one()) mbarrier_arrive(k.full());
+    }
     k.advance();
   }
   __device__ __forceinline__ void leave_v() {

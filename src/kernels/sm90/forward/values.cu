@@ -79,6 +79,19 @@ __device__ __forceinline__ float mean_of(float sum, int count) { return sum == s
 // the j-th 8 are columns 8 q + 2 j and 8 q + 2 j + 1.
 __device__ __forceinline__ int row_of_column(int w, int i) { return w % 2 * 16 + i / 2 * 8 + w / 2 * 2 + i % 2; }
 
+// The mean of a column of the accumulators as rows of a step. After the last stretch of a sequence come zeros, which
+// rows' shares of zero are multiplied with.
+__device__ __forceinline__ void store_in_step(unsigned char* step, int column, float mean, int stretch, bool last) {
+  const u32 of_mean = ElementType<kBF16>::pack(mean, 0);
+  const u32 left = ElementType<kBF16>::pack(mean - ElementType<kBF16>::low(of_mean), 0);
+  const int rows = last ? kStretchesOfStep * kRowsOfMean : (stretch + 1) * kRowsOfMean;
+  for (int row = stretch * kRowsOfMean; row < rows; ++row) {
+    const int of_stretch = row - stretch * kRowsOfMean;
+    const u32 x = of_stretch < kRowsOfMean / 2 ? of_mean : of_stretch < kRowsOfMean ? left : 0;
+    *reinterpret_cast<unsigned short*>(step + place_in_mean_step(row, column)) = static_cast<unsigned short>(x);
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
     fulgur_forward_values(const __grid_constant__ ForwardParams p) {
   let_next_kernel_start();
@@ -181,8 +194,14 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
   }
   add_up_in_warp(sum_of_w, sums_of_w[threadIdx.x / 32]);
   __syncthreads();
-  if (threadIdx.x < kColumns)
-    means_of(p, batch * kv_heads + kv_head)[stretch * kValueDim + slab * kColumns + threadIdx.x] =
-        mean_of(all - 2 * sum_of(sums_of_w, int(threadIdx.x)), keys);
+  if (threadIdx.x < kColumns) {
+    const int mine = int(threadIdx.x), head = batch * kv_heads + kv_head;
+    const float mean = mean_of(all - 2 * sum_of(sums_of_w, mine), keys);
+    means_of(p, head)[stretch * kValueDim + slab * kColumns + mine] = mean;
+    if constexpr (kMeanSteps > 0)
+      store_in_step(mean_steps_of(p, head) + stretch / kStretchesOfStep * kMeanStepBytes,
+                    slab * kColumns + row_of_column(mine / 4, mine % 4), mean, stretch % kStretchesOfStep,
+                    first + kStretchKeys >= n.sk);
+  }
   tma_store_wait_read();
 }

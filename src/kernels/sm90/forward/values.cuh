@@ -8,11 +8,17 @@
 #include "attention/softmax.cuh"
 #include "sm90/forward/layout.cuh"
 #include "sm90/forward/params.h"
+#include "sm90/ptx/wgmma.cuh"
 
 enum : int {
   kStretchKeys = stretch_keys(kBlockKeys),
   kStretchTiles = kStretchKeys / kBlockKeys,
+  // The means of four stretches are a step of a product, too, which comes with the last V in the buffer of K that has
+  // none: as many steps as it holds. Not where strips end at different keys on the left.
+  kMeanStepBytes = mean_step_bytes(kValueDim),
+  kMeanSteps = kMeanProducts ? kLayout.k_bytes / kMeanStepBytes : 0,
 };
+static_assert(!kMeanProducts || (kCentersV && kPairs && !kHasLeft && kMeanSteps > 0));
 
 // The tile of the image at which a sequence begins. Packed, each has room for one more than its rows fill.
 __device__ __forceinline__ long long first_image_tile(const ForwardParams& p, int batch, int kv_head, int k_start) {
@@ -24,6 +30,24 @@ __device__ __forceinline__ long long first_image_tile(const ForwardParams& p, in
 // Where the means of a sequence begin. `kv_head`: counted over the batch.
 __device__ __forceinline__ float* means_of(const ForwardParams& p, int kv_head) {
   return p.values.means + (long long)(kv_head) * p.values.stretches * kValueDim;
+}
+
+// The steps of a product with the means of a sequence. A step has four rows of each of four stretches: twice what bf16
+// has of a mean, and twice what it leaves of it. They are multiplied with what bf16 has of a row's share, and leaves.
+__device__ __forceinline__ unsigned char* mean_steps_of(const ForwardParams& p, int kv_head) {
+  return p.values.mean_steps + (long long)(kv_head) * mean_steps_of_stretches(p.values.stretches) * kMeanStepBytes;
+}
+
+// Where row `row` of a step has column `column` of the accumulators.
+__device__ __forceinline__ int place_in_mean_step(int row, int column) {
+  constexpr int kColumns = kPanelRowBytes / 2, kChunk = 8;
+  return column / kColumns * kStretchesOfStep * kRowsOfMean * kPanelRowBytes + row * kPanelRowBytes +
+         ((column % kColumns / kChunk ^ row % 8) * kChunk + column % kChunk) * 2;
+}
+
+// The steps that a q tile has of those that begin with stretch `first`.
+__device__ __forceinline__ int mean_steps(int first, int last) {
+  return min(last / kStretchesOfStep - first / kStretchesOfStep + 1, +kMeanSteps);
 }
 
 // This thread's sums of row r, or of r + 8; of a stretch each.
@@ -54,12 +78,42 @@ __device__ __forceinline__ void load_means(const ForwardParams& p, int kv_head, 
   }
 }
 
-// O of W becomes half of O of V, and the sums, of this thread's columns of stretch `first` alone, those of rows. The
-// row has left the stretches after it, up to `last`. `mean`: of `first`.
+// The sum that a row has left of a stretch.
+__device__ __forceinline__ float left_sum(const ForwardParams& p, const Rows& rows, int half, int stretch) {
+  const RowSum left = sums_of_row(p, half)[stretch];
+  return left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[half] - left.shift);
+}
+
+// The rows' shares in the stretches of a step, as the product takes them; they are added to `sum`, of which lanes 2 n
+// and 2 n + 1 have one half. `own`: of stretch `first`. The row has left those after it, up to `last`.
+__device__ __forceinline__ void shares_in_step(const ForwardParams& p, const Rows& rows, const float (&own)[2],
+                                               int step, int first, int last, u32 (&A)[4], float (&sum)[2]) {
+#pragma unroll
+  for (int pair = 0; pair < 2; ++pair) {
+    const int stretch = kStretchesOfStep * step + 2 * pair + int(threadIdx.x % 4 / 2);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float share = stretch == first ? own[half] : 0;
+      if (stretch > first && stretch <= last) share = left_sum(p, rows, half, stretch);
+      sum[half] += share;
+      share *= 0.5f;
+      const u32 both = ElementType<kBF16>::pack(share, 0);
+      A[2 * pair + half] = ElementType<kBF16>::pack(share, share - ElementType<kBF16>::low(both));
+    }
+  }
+}
+
+// O += shares * means of a step
+__device__ __forceinline__ void issue_means(float (&O)[kValueDim / 2], const u32 (&A)[4], u32 step) {
+  Wgmma<kValueDim, kBF16>::template multiply<kAcrossK>(O, A, step, 1);
+  wgmma_commit();
+}
+
+// O of W becomes half of O of V by the means from stretch `first` on, and the sums those of rows. The row has left
+// the stretches up to `last`; `weight`: what it has of `first`; `mean`: of `first`.
 __device__ __forceinline__ void add_means(const ForwardParams& p, int kv_head, float (&mean)[kValueDim / 4],
-                                          float (&O)[kValueDim / 2], Rows& rows, int first, int last) {
-  __syncwarp();
-  float weight[2] = {quad_sum(rows.sum[0]), quad_sum(rows.sum[1])};
+                                          float (&O)[kValueDim / 2], Rows& rows, float (&weight)[2], int first,
+                                          int last) {
   float sum[2] = {0, 0};
 #pragma unroll 1
   for (int stretch = first;;) {
@@ -71,12 +125,8 @@ __device__ __forceinline__ void add_means(const ForwardParams& p, int kv_head, f
     if (stretch == last) break;
     load_means(p, kv_head, ++stretch, mean);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const RowSum left = sums_of_row(p, i)[stretch];
-      weight[i] = left.sum == 0 ? 0 : left.sum * exp2_fast(rows.shift[i] - left.shift);
-    }
+    for (int i = 0; i < 2; ++i) weight[i] = left_sum(p, rows, i, stretch);
   }
   rows.sum[0] = sum[0];
   rows.sum[1] = sum[1];
-  __syncwarp();  // before the next row's sums take the place of these
 }
