@@ -20,10 +20,11 @@ __device__ __forceinline__ u32 bias_address(u32 tile, u32 row, u32 column) {
 
 __device__ __forceinline__ float bias_of_byte(u32 byte) { return byte & 0xff ? 0 : -infinity(); }
 
-// A bias of 16 bits of 16 columns from `column` on: words of pairs, of a strip's scores 8i to 8i + 7.
-__device__ __forceinline__ void load_bias_words(u32 tile, int column, u32* words) {
+// A bias of 16 bits of 16 columns from `column` on: where a thread loads words of pairs, of a strip's scores 8i to
+// 8i + 7.
+__device__ __forceinline__ u32 bias_words_address(u32 tile, int column) {
   const u32 lane = threadIdx.x % 32;
-  load_shared_matrices(bias_address<64>(tile, warp_row() + lane % 16, column + lane / 16 * 8), words);
+  return bias_address<64>(tile, warp_row() + lane % 16, column + lane / 16 * 8);
 }
 __device__ __forceinline__ void unpack_bias(const u32* words, float (&bias)[8]) {
 #pragma unroll
@@ -37,7 +38,7 @@ __device__ __forceinline__ void unpack_bias(const u32* words, float (&bias)[8]) 
 __device__ __forceinline__ void load_bias_of_strip(u32 tile, int column, float (&bias)[8]) {
   if constexpr (bias_bytes(kBias) == 2) {
     u32 x[4];
-    load_bias_words(tile, column, x);
+    load_shared_matrices(bias_words_address(tile, column), x);
     unpack_bias(x, bias);
   } else {
 #pragma unroll

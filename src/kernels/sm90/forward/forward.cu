@@ -137,15 +137,22 @@ __device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p
     if (int(warp_row() + thread_row()) + i / 2 % 2 * 8 >= valid) bias[i] = kBias == 1 + kBool ? -infinity() : 0;
 }
 
-// The words of the bias of a tile, kHoldsBias.
-using BiasWords = u32[max_of(kBiasWords, 1)];
-__device__ __forceinline__ void hold_bias(BiasWords& words, u32 tile) {
+// The words of the bias of a tile, kHoldsBias: of each two scores one, as of P. A score that it hides is -inf, or such
+// that P is 0, or no number, which is looked for with a new maximum.
+__device__ __forceinline__ void hold_bias(u32 (&words)[kPWords], u32 tile) {
+  // In a panel columns are bits of an address that nothing else is added to: no register for each of them.
+  constexpr int kPanelWords = kPanelRowBytes / 8;
+  const u32 first = bias_words_address(tile, 0);
 #pragma unroll
-  for (int i = 0; i < kBiasWords; i += 4) load_bias_words(tile, 4 * i, words + i);
+  for (int i = 0; i < kBiasWords; i += 4) {
+    const u32 panel = i / kPanelWords * bias_panel_bytes(kBiasRows, kStripRows);
+    load_shared_matrices(kBiasInTurns ? (first + panel) ^ i % kPanelWords * 8 : bias_words_address(tile, 4 * i),
+                         words + i);
+  }
 }
 
 // -inf for the scores that it hides.
-__device__ __forceinline__ void hide_by_bias(float (&S)[kBlockKeys / 2], const BiasWords& words) {
+__device__ __forceinline__ void hide_by_bias(float (&S)[kBlockKeys / 2], const u32 (&words)[kPWords]) {
 #pragma unroll
   for (int i = 0; i < kBiasWords; i += 4) {
     float bias[8];
@@ -159,7 +166,7 @@ __device__ __forceinline__ void hide_by_bias(float (&S)[kBlockKeys / 2], const B
 // Scores of the products of a strip at `view` from the key of this thread's first column on. `bias`: the tile of a
 // dense bias, or `words` of it.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
-                                                 const KeyWalk& walk, int key, u32 bias, const BiasWords& words) {
+                                                 const KeyWalk& walk, int key, u32 bias, const u32 (&words)[kPWords]) {
   if constexpr (kMapsTiles && kScoreMode == 0 && kBiasTile == 0) return;
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
@@ -273,7 +280,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 
   for (;;) {
     q_buffers.wait_full();
-    const u32 view = view_address(smem, q_buffers.ring.stage(), consumer());
+    u32 view = view_address(smem, q_buffers.ring.stage(), consumer());
+    if (kBiasInTurns) view = u32(uniform(int(view)));  // no register of each thread
     KeyWalk walk = load_shared_struct_uniform<KeyWalk>(view);
     if (walk.no_more_work()) break;
     skip(walk.skip_front);
@@ -291,19 +299,19 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     float S[kBlockKeys / 2];
     float O[kValueDim / 2];
     u32 P[kPWords];
-    BiasWords bias_words;
+    u32 words[kPWords];  // of the bias of a tile, where they do not lie in a P
     const auto bias_tile = [&] { return keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes; };
     const auto hide_what_bias_hides = [&] {
-      hold_bias(bias_words, bias_tile());
-      hide_by_bias(S, bias_words);
+      hold_bias(words, bias_tile());
+      hide_by_bias(S, words);
     };
-    const auto adjust_scores = [&](bool rightmost) {
+    const auto adjust_scores = [&](bool rightmost, const u32 (&words)[kPWords]) {
       const int key = walk.tile * kBlockKeys + int(thread_column());
       if (kHasCodes && (kScoreMode != 0 || scale.first != 1)) {
 #pragma unroll
         for (float& s : S) s *= scale.first;
       }
-      transform_scores(p, S, view, walk, key, bias_tile(), bias_words);
+      transform_scores(p, S, view, walk, key, bias_tile(), words);
       if (kBiasTile && !kHoldsBias) keys.release_loaded(leader);
       if constexpr (kMaskBits) return;  // the caller hides
       const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
@@ -368,7 +376,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
       take_tile(walk);
-      if constexpr (kHoldsBias) hold_bias(bias_words, bias_tile());
+      if constexpr (kHoldsBias) hold_bias(words, bias_tile());
       wgmma_fence();
       issue_scores(S, q, k_operand());
       if (kOThroughQ) release_q();
@@ -380,8 +388,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       register_fence(S);
       const int told = kMaskBits ? hear_ahead(ahead) : 0;
       if (!kBiasTile && !kMaskBits) keys.release(leader);
-      adjust_scores(true);
-      if constexpr (kHoldsBias) hide_by_bias(S, bias_words);
+      adjust_scores(true, words);
+      if constexpr (kHoldsBias) hide_by_bias(S, words);
       if constexpr (kMaskBits) {
         if (hides) hide(hides);
         if (hides) keys.release_loaded(leader);
@@ -393,26 +401,32 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if constexpr (kMaskBits) go_ahead(told);
 
       if constexpr (kPInTurns) {
-        // P(t) while P V(t + 1) is multiplied. Two tiles a turn, since sets of P are registers.
+        // P(t) while P V(t + 1) is multiplied. Two tiles a turn, since sets of P are registers: a bias lies in one of
+        // them until P replaces it.
         u32 next_P[kPWords];
         const auto step = [&](const u32 (&of_last)[kPWords], u32 (&of_this)[kPWords]) {
           walk.next();
-          leave_old_stretch();
+          if (kCentersV) leave_old_stretch();
+          if constexpr (!kPairs) values.wait_full();
           take_tile(walk);
+          // Before the products, which take all that shared memory gives.
+          if constexpr (kBiasInTurns) hold_bias(of_this, bias_tile());
           register_fence(O);
           wgmma_fence();
           issue_scores(S, q, k_operand());
           issue_values(O, of_last, v_operand());
           wgmma_wait<1>();
           register_fence(S);
-          adjust_scores(false);
+          adjust_scores(false, of_this);
           softmax_step<false>(S, of_this, O, rows, scale.then, [&] {
             wgmma_wait<0>();
             register_fence(O);
+            if constexpr (kBiasInTurns) hide_what_bias_hides();
           });
           wgmma_wait<0>();
           register_fence(O);
           release_values();
+          if constexpr (kBiasInTurns) keys.release_loaded(leader);
         };
 #pragma unroll 1
         while (walk.tile > walk.last + 1) {
@@ -427,8 +441,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         if constexpr (!kPairs) values.wait_full();
         take_tile(walk);
-        // Before the products, which take all that shared memory gives.
-        if constexpr (kHoldsBias) hold_bias(bias_words, bias_tile());
+        if constexpr (kHoldsBias) hold_bias(words, bias_tile());
         const auto step = [&](int hides) {
           const int ahead = told_ahead(keys);
           if (hides) {
@@ -442,11 +455,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, k_operand());
           issue_values(O, P, v_operand());
           if constexpr (kHoldsBias) {
-            // Scores and the first exponentials while O += P V is multiplied. What the bias hides is -inf, or such that
-            // P is 0, or no number, which is looked for with a new maximum.
+            // Scores and the first exponentials while O += P V is multiplied.
             wgmma_wait<1>();
             register_fence(S);
-            adjust_scores(false);
+            adjust_scores(false, words);
             wgmma_wait<0>();
             register_fence(S);
             register_fence(O);
@@ -466,7 +478,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
             register_fence(S);
             register_fence(O);
             release_values();
-            adjust_scores(false);
+            adjust_scores(false, words);
             softmax_step<false>(S, P, O, rows, scale.then);
             if (kDropout) kept.drop(P);
             if constexpr (kMaskBits) go_ahead(told);

@@ -20,11 +20,14 @@ enum : int {
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
   kCentersV = ElementV::kType == kE4M3,       // V lies in steps (sm90/forward/values.cuh)
   kOThroughQ = kQStages > 1 && !kCentersV,    // O leaves through the buffer that Q was in
-  // Of wide heads the tensor cores bind, and a strip's softmax overlaps with its own products; others want registers.
-  kPInTurns = kCentersV && kValueDim > 128 && kScoreMode == 0,
+  kHoldsBias = holds_bias(kBiasTile, kConsumers),
+  // In the registers of the P that is not being multiplied, two tiles a turn. Of narrow heads that was slower.
+  kBiasInTurns = kHoldsBias && kValueDim > 64,
+  // A strip's softmax overlaps with its own products: of wide heads of codes, where the tensor cores bind, and with a
+  // bias, for which it is long. Others want registers.
+  kPInTurns = (kCentersV && kValueDim > 128 && kScoreMode == 0) || kBiasInTurns,
   kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
   kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
-  kHoldsBias = holds_bias(kBiasTile, kConsumers),
   kBiasWords = kHoldsBias ? kBlockKeys / 4 : 0,  // of a thread
   kMaskWords = kMaskBits ? mask_words(kBlockKeys) : 0,  // of a thread, of a key tile
   kMaskTileBytes = kMaskWords * kMaskThreads * 4,        // of a strip
