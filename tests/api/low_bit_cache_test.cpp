@@ -321,6 +321,31 @@ TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
   }
 }
 
+// K of blocks and V of rows of 128 bytes, or the other way round: their buffers want different
+// multiples.
+TEST_P(LowBitCaches, BlocksBesideWholeRows) {
+  for (const DType blocks : {DType::kQ8_0, DType::kQ4_0}) {
+    for (const bool of_k : {true, false}) {
+      SCOPED_TRACE(testing::Message() << name_of(blocks) << (of_k ? " of k" : " of v"));
+      Case c;
+      c.batch = 1;
+      c.sq = of_k ? 1 : 3;
+      c.sk = 150;
+      c.hk = 2;
+      c.hq = 16;
+      c.d = c.dv = 128;
+      c.mask = causal();
+      CachedCall call(c, DType::kF16, random_());
+      call.set_k({.format = of_k ? blocks : DType::kInt8});
+      call.set_v({.format = of_k ? DType::kInt8 : blocks});
+      call.w.seal();
+      const Expected e = expect_forward(call.w);
+      if (!computes([&] { call.run(engine()); })) continue;
+      EXPECT_TRUE(call.is_right(e));
+    }
+  }
+}
+
 // Every format with every kind of scales, page and group of heads, or as many of them as an engine
 // has time for.
 TEST_P(LowBitCaches, OfEveryFormatScaleAndPage) {

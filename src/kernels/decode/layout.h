@@ -114,7 +114,12 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece);
   map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece);
   map.k = 0;
-  map.v = tile.k_stages * map.k_bytes;
+  // Boxes begin where swizzles of eight of their rows do.
+  const int lines = is_warpgroup_path(tile) || tile.box_keys == 0
+                        ? 1
+                        : 8 * max_of(panel_row_bytes(tile.stored.k, tile.head_dim),
+                                     panel_row_bytes(tile.stored.v, tile.value_dim));
+  map.v = (tile.k_stages * map.k_bytes + lines - 1) / lines * lines;
   map.scales = map.v + tile.v_stages * map.v_bytes;
   map.scale_bytes = tile.scale_words * tile.block_keys * 4;
   map.k_full = map.scales + tile.k_stages * map.scale_bytes;
@@ -122,12 +127,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
-  // Boxes begin where swizzles of eight of their rows do.
-  const int lines = 8 * max_of(panel_row_bytes(tile.stored.k, tile.head_dim),
-                               panel_row_bytes(tile.stored.v, tile.value_dim));
-  map.group_bytes = is_warpgroup_path(tile) ? map.k_full + 1024
-                    : tile.box_keys > 0     ? (map.k_full + lines - 1) / lines * lines
-                                            : map.k_full;
+  map.group_bytes = is_warpgroup_path(tile) ? map.k_full + 1024 : (map.k_full + lines - 1) / lines * lines;
   map.q = tile.warp_groups * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
   map.q_full = map.q + panels_of(tile.types.q, query_columns(tile.stored.k, tile.head_dim)) * rows * kPanelRowBytes;
