@@ -276,7 +276,7 @@ class LowBitCaches : public EveryEngine {
     c.batch = one_of<int64_t>({1, 2, 3});
     c.sq = one_of<int64_t>({1, 1, 1, 2, 5, 9});
     c.sk = one_of<int64_t>({7, 64, 150, 300});
-    c.hk = one_of<int64_t>({1, 2});
+    c.hk = one_of<int64_t>({1, 2, 4, 8});
     c.hq = c.hk * one_of<int64_t>({1, 3, 4, 8});
     c.d = one_of<int64_t>({64, 128, 128, 192, 256});
     c.dv = one_of<int64_t>({64, 128, 128, 192});
@@ -397,6 +397,53 @@ TEST_P(LowBitCaches, OfEveryFormatScaleAndPage) {
   }
 }
 
+// Calls of so many keys that a thread block of the emulator's GPU reads several heads at a time.
+TEST_P(LowBitCaches, SeveralHeadsTogether) {
+  struct Form {
+    CachedCall::Keys keys;
+    int64_t d, hk, group, sq, page;
+  };
+  using K = ScaleKind;
+  constexpr DType kHalf = DType::kF16;
+  const Form forms[] = {
+      {{.format = DType::kQ8_0}, 128, 8, 4, 1, 0},
+      {{.format = DType::kQ8_0}, 64, 4, 3, 4, 16},
+      {{.format = DType::kQ4_0}, 128, 4, 8, 2, 64},
+      {{.format = DType::kQ4_0}, 256, 4, 1, 5, 0},
+      {{DType::kInt4, K::kGroups, false, kHalf, 32}, 128, 8, 1, 3, 64},
+      {{DType::kInt4, K::kGroups, true, kHalf, 32}, 128, 4, 4, 1, 0},
+      {{DType::kInt4, K::kRows, false, kHalf}, 64, 8, 8, 1, 0},
+      {{DType::kInt4, K::kGroups, true, DType::kF32, 32}, 64, 4, 4, 2, 64},
+  };
+  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
+  size_t count = engine() == "cuda" && draws == nullptr ? 4 : std::size(forms);
+  for (size_t first = random_() % std::size(forms); count > 0; --count, ++first) {
+    const Form& form = forms[first % std::size(forms)];
+    Case c;
+    c.batch = 3;
+    c.sq = form.sq;
+    c.sk = 1400;
+    c.hk = form.hk;
+    c.hq = form.hk * form.group;
+    c.d = c.dv = form.d;
+    c.mask = one_of({causal(), window(300, 0)});
+    c.seqused = true;
+    c.sinks = random_() % 3 == 0;
+    SCOPED_TRACE(testing::Message() << "seed " << test_seed() << " " << c.name() << " page "
+                                    << form.page << " " << name_of(form.keys.format) << " "
+                                    << static_cast<int>(form.keys.kind) << form.keys.zero_point);
+    CachedCall call(c, DType::kBF16, random_());
+    call.set_k(form.keys);
+    call.set_v(form.keys);
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (form.page > 0) call.page(form.page);
+    if (!computes([&] { call.run(engine()); })) continue;
+    ASSERT_TRUE(call.is_right(e));
+    ASSERT_TRUE(call.w.check_memory());
+  }
+}
+
 // Codes of rotated keys, and of keys less their means, give out and LSE of the keys themselves.
 TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
   const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
@@ -407,7 +454,7 @@ TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
     c.batch = 3;
     c.sq = one_of<int64_t>({1, 5});
     c.sk = one_of<int64_t>({40, 150});
-    c.hk = one_of<int64_t>({1, 2});
+    c.hk = one_of<int64_t>({1, 2, 4, 8});
     c.hq = c.hk * one_of<int64_t>({1, 4});
     c.d = one_of<int64_t>({64, 96, 128});
     c.mask = one_of({full(), causal(), window(20, 3)});

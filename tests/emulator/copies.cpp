@@ -70,7 +70,7 @@ namespace {
 
 /// Of a CUtensorMapDataType: UINT8, FLOAT32, or one of 16 bits.
 uint32_t element_bytes(const fulgur::test::FakeMap& map) {
-  return map.type == 0 ? 1 : map.type == 7 ? 4 : 2;
+  return map.type == 0 ? 1 : map.type == 5 ? 8 : map.type == 7 ? 4 : 2;
 }
 
 /// Calls move(address in shared memory, address in global memory or null, bytes) for each 16 bytes

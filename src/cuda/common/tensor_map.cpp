@@ -16,6 +16,8 @@ auto type_of(DType dtype) {
     case DType::kE5M2:
     case DType::kInt8:
       return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    case DType::kI64:
+      return CU_TENSOR_MAP_DATA_TYPE_INT64;
     case DType::kF32:
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT32;
     case DType::kF16:

@@ -23,6 +23,8 @@ constexpr int kMaxWarps = 8;     // of a CTA that compute
 constexpr int kReservedBytes = 1024;  // of shared memory, for each CTA but the first
 constexpr int kManyKeysBits = 1024;  // of K and V of a key, up to which tiles of codes have 64 keys
 constexpr int kManyWarpsBits = 512;  // and CTAs 12 warps, also of heads of 64 columns by TMA
+constexpr int kMaxStages = 8;        // of several heads together
+constexpr int64_t kManyKeysOfHeads = 1024;  // of a CTA, from which on it reads several heads
 constexpr int64_t kLanes = 32;
 constexpr int64_t kTileRows[] = {4, 8, 16, 32, 64, 128};  // of the tiles, at most
 /// Beyond so many rows of a kv head other kernels are faster, where they can have them.
@@ -60,6 +62,58 @@ void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
     if (!rows_unsupported(shape).empty() || !not_addressable(shape).empty()) return;
   }
   plan = boxed;
+}
+
+/// How many kv heads a CTA may read together: those of a key, of K and of V, lie side by side, with
+/// their scales, and TMA brings them as one row. 1: it cannot.
+int heads_together(const DecodePlan& plan, const Problem& p) {
+  constexpr int kMaxHeads = 8, kMinHeads = 4, kMaxBoxBytes = 2048, kMaxRowBytes = 144;
+  constexpr int kMinPageOfScales = 64;
+  // Whole lines of memory come as fast by one head.
+  const auto short_rows = [](DType dtype, int dim) {
+    const kernels::Element codes = element_of(dtype);
+    return is_low_bit(dtype) && (kernels::is_block(codes) || kernels::bits_of(codes) < 8) &&
+           kernels::code_row_bytes(codes, dim) <= kMaxRowBytes;
+  };
+  if (!short_rows(p.dtypes.k, plan.head_dim) || !short_rows(p.dtypes.v, plan.value_dim)) return 1;
+  if (p.invariant || p.of_groups) return 1;
+  const bool zero_points = plan.k_zero_point || plan.v_zero_point;
+  const bool blocks =
+      kernels::is_block(element_of(p.dtypes.k)) && kernels::is_block(element_of(p.dtypes.v));
+  // Of wide heads what scales codes takes longer; and lanes find scales of small pages slowly.
+  if (std::max(plan.head_dim, plan.value_dim) > 128 &&
+      ((!blocks && !zero_points) || rows_of_kv_head(p) > 8))
+    return 1;
+  if (plan.page > 0 && plan.page < kMinPageOfScales && !blocks) return 1;
+  if (!features_of(plan.card.target).has_tma || plan.copies()) return 1;
+  if (plan.page > 0 && (p.has(Arg::kLeftpadK) || p.cache.page % kSwizzledRows != 0)) return 1;
+  const auto whole = [&](DType dtype, int dim, int64_t columns, const Layout& strides, int heads) {
+    const int row = kernels::code_row_bytes(element_of(dtype), dim), all = heads * row;
+    const int piece = piece_of(dtype, dim, strides, false, true);
+    return dim == columns && strides.aligned && bytes_of(dtype, strides.head) == row &&
+           all % kCopyAlignment == 0 && kernels::pitch_of_heads(all) <= kMaxBoxBytes &&
+           bytes_of(dtype, strides.row) % kCopyAlignment == 0 &&
+           bytes_of(dtype, strides.batch) % kCopyAlignment == 0 &&
+           (piece == 0 || piece == kernels::kMiddle || piece == kCopyAlignment);
+  };
+  const auto scales_whole = [&](const Scales& scales, int count, int heads) {
+    if (count == 0) return true;
+    const int64_t bytes = count * size_of(scales.dtype);
+    return scales.of_rows && (count == 1 || scales.group == 1) && scales.head == count &&
+           heads * bytes % kCopyAlignment == 0 && (count == 1 || bytes % 4 == 0);
+  };
+  const bool k_blocks = kernels::is_block(element_of(p.dtypes.k));
+  const bool v_blocks = kernels::is_block(element_of(p.dtypes.v));
+  for (int heads = kMaxHeads; heads >= kMinHeads; heads /= 2) {
+    if (p.hk % heads == 0 && whole(p.dtypes.k, plan.head_dim, p.d, p.k, heads) &&
+        whole(p.dtypes.v, plan.value_dim, p.dv, p.v, heads) &&
+        scales_whole(p.k_descale, k_blocks ? 0 : plan.k_scales, heads) &&
+        scales_whole(p.v_descale, v_blocks ? 0 : plan.v_scales, heads) &&
+        scales_whole(p.k_zero_point, plan.k_zero_point ? plan.k_scales : 0, heads) &&
+        scales_whole(p.v_zero_point, plan.v_zero_point ? plan.v_scales : 0, heads))
+      return heads;
+  }
+  return 1;
 }
 
 /// Bits of codes in K and V of a key.
@@ -144,6 +198,37 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
   return plan;
 }
 
+/// The tile of several heads together, a warp for each head and tile of keys.
+DecodePlan of_heads(DecodePlan plan, const Problem& p, const Card& card, int heads) {
+  const int64_t rows = rows_of_kv_head(p);
+  const int dim = std::max(plan.head_dim, plan.value_dim);
+  const bool few = rows <= 8, zero_points = plan.k_zero_point || plan.v_zero_point;
+  plan.heads = plan.warps_per_group = heads;
+  plan.residents = 1;
+  plan.tile_rows = heads * (rows <= 4 ? 4 : few ? 8 : 16);
+  plan.group *= heads;
+  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, false, true);
+  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, false, true);
+  plan.grid = std::min(card.sms, int{kernels::kMaxSlices});
+  // More warps where registers are left for these.
+  plan.warp_groups = (few && dim <= 64 && !zero_points ? 2 : 1) * kMaxWarps / heads;
+  const auto fits = [&](int keys, int stages) {
+    plan.block_keys = keys;
+    plan.box_keys = std::gcd(static_cast<int>(p.cache.page), keys);
+    plan.k_stages = plan.v_stages = stages;
+    plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
+    return plan.shared_bytes <= card.shared_bytes;
+  };
+  // Each warp group has buffers of its own.
+  const int step = plan.warp_groups, least = std::max(step, 2);
+  const bool more_keys = few && dim <= 128 && !(zero_points && dim > 64) && fits(64, least);
+  const int keys = more_keys ? 64 : 32;
+  int stages = least;
+  while (stages + step <= kMaxStages && fits(keys, stages + step)) stages += step;
+  fits(keys, stages);
+  return plan;
+}
+
 /// The tiles that read each key of a kv head once: of each path the smallest that has all its rows,
 /// else the largest. On the warp path, whose lanes wait for page ids, two CTAs an SM hide that.
 /// Where there is no other path it has any rows, and reads each key once for each block of them.
@@ -163,6 +248,16 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
   if (common.has_codes()) {
     if (rows > 16) add(2);
+    const int heads = rows <= 16 ? heads_together(common, p) : 1;
+    const int64_t keys = p.batch * p.sk * p.hk / heads;  // that all CTAs have at most
+    if (heads > 1 && keys >= kManyKeysOfHeads * card.sms) {
+      const DecodePlan tile = of_heads(common, p, card, heads);
+      const bool addressable =
+          std::ranges::all_of(box_shapes(p, tile, tile.box_keys), [](const TensorShape& shape) {
+            return rows_unsupported(shape).empty() && not_addressable(shape).empty();
+          });
+      if (addressable && tile.shared_bytes <= card.shared_bytes) tiles = {tile};
+    }
     return tiles;
   }
   if (rows > 16 && rows <= 32 && dim <= 128) add(2);
@@ -171,8 +266,11 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
 }
 
 /// Whether a schedule can compute a problem with a tile.
-bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& p) {
+bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& problem) {
+  const Problem p = as_planned(problem, tile);
   if (schedule == DecodeSchedule::kStreamK) return true;
+  // Warps that load nothing for several heads would have to read its answers.
+  if (tile.heads > 1 && schedule == DecodeSchedule::kDynamic) return false;
   // Each sequence has one q block a kv head.
   if (rows_of_kv_head(p) > tile.block_rows()) return false;
   const int64_t q_blocks = p.batch * p.hk;
@@ -216,8 +314,9 @@ std::vector<DecodePlan> decode_plans(const Problem& p, const Card& card) {
   std::vector<DecodePlan> plans;
   const auto add = [&](DecodePlan plan, DecodeSchedule schedule) {
     plan.schedule = schedule;
-    set_splits(plan, p);
-    set_cost(plan, p);
+    const Problem as_one = as_planned(p, plan);
+    set_splits(plan, as_one);
+    set_cost(plan, as_one);
     plans.push_back(plan);
   };
   if (p.invariant) {

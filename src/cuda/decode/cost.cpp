@@ -285,7 +285,7 @@ class DecodeCost {
     rows_ = p.of_groups ? ceil_div(rows, p.batch) : rows;
     blocks_ = std::max(ceil_div(rows_, plan.block_rows()), 1);
     rows_ = std::min<int64_t>(rows_, plan.block_rows());
-    key_bytes_ = static_cast<double>(p.key_bytes()) / static_cast<double>(p.hk);
+    key_bytes_ = plan.heads * static_cast<double>(p.key_bytes()) / static_cast<double>(p.hk);
   }
 
   double cycles(const std::vector<QBlocks>& q_blocks) const {
@@ -405,7 +405,7 @@ class DecodeCost {
   /// The last CTA at a q block, or at a group of its splits.
   double by_cta(int splits) const {
     // What a warp loads at a time.
-    int rows = plan_.warps_per_group, of_splits = plan_.warps_per_group == 1 ? 20 : 8;
+    int rows = plan_.heads > 1 ? 1 : plan_.warps_per_group, of_splits = rows == 1 ? 20 : 8;
     if (plan_.warpgroup_path()) {
       rows = splits <= 2 ? 8 : 4;
       of_splits = splits <= 2 ? 2 : 4;

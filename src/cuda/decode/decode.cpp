@@ -20,7 +20,10 @@ const char* source_of(const DecodePlan& plan) {
 KernelUse decode_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.combine_eights = 1;  // combine.cu's alone
-  return {{source_of(plan), kernel_config(key)}, "fulgur_decode", plan.shared_bytes};
+  return {{source_of(plan), kernel_config(key)},
+          "fulgur_decode",
+          plan.shared_bytes,
+          plan.heads > 1 ? kFewSpilledBytesOfHeads : kFewSpilledBytes};
 }
 
 /// It reads neither q, k nor v, no scores, and of new rows only how many there are. Of tiles of
@@ -45,11 +48,15 @@ CodeScales scales_of(const Scales& at) {
           bytes * at.batch, bytes * at.row,       bytes * at.head, bytes * at.group};
 }
 
-/// `count`: the scales of a key.
-void set_data(const ConstTensor& t, int count, CodeScales* scales) {
+/// `count`: the scales of a key that a lane copies, of all `heads` that are read together.
+void set_data(const ConstTensor& t, int count, int heads, CodeScales* scales) {
   scales->data = t.data;
   const int bytes = kernels::bytes_of(scales->type), piece = scale_piece(count * bytes);
   const auto at = reinterpret_cast<intptr_t>(t.data);
+  if (heads > 1) {  // they lie side by side, in multiples of 16 bytes
+    scales->runs = (at | scales->batch | scales->row | heads * scales->head) % 16 == 0;
+    return;
+  }
   scales->runs = piece > 0 && (count == 1 || scales->group == bytes) &&
                  (at | scales->batch | scales->row | scales->head) % piece == 0;
 }
@@ -76,7 +83,7 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
   inputs_[0].any_alignment = !plan.q_whole;
   inputs_[1].any_alignment = inputs_[2].any_alignment = p.sk == 0 || p.total_k == 0;
   params_.batch = static_cast<int>(p.batch);
-  params_.hk = static_cast<int>(p.hk);
+  params_.hk = static_cast<int>(p.hk / plan.heads);
   params_.k_scale = scales_of(p.k_descale);
   params_.v_scale = scales_of(p.v_descale);
   params_.k_zero_point = scales_of(p.k_zero_point);
@@ -109,10 +116,10 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, const Run& run
     place_keys(inputs_[1].shape, p.k.data, &p.k_map);
     place_keys(inputs_[2].shape, p.v.data, &p.v_map);
   }
-  set_data(args.descales.k_descale, plan_.k_scales, &p.k_scale);
-  set_data(args.descales.v_descale, plan_.v_scales, &p.v_scale);
-  set_data(args.descales.k_zero_point, plan_.k_scales, &p.k_zero_point);
-  set_data(args.descales.v_zero_point, plan_.v_scales, &p.v_zero_point);
+  set_data(args.descales.k_descale, plan_.k_scales, plan_.heads, &p.k_scale);
+  set_data(args.descales.v_descale, plan_.v_scales, plan_.heads, &p.v_scale);
+  set_data(args.descales.k_zero_point, plan_.k_scales, plan_.heads, &p.k_zero_point);
+  set_data(args.descales.v_zero_point, plan_.v_scales, plan_.heads, &p.v_zero_point);
   p.tickets = reinterpret_cast<int*>(workspace);
   p.partial = reinterpret_cast<float*>(workspace + at_.partial);
   return p;

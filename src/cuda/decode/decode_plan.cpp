@@ -68,7 +68,8 @@ std::string not_whole(const Layout& strides, DType dtype) {
 /// For how many splits there is room in the workspace.
 int64_t room_for_splits(const Problem& p, const DecodePlan& plan) {
   if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
-  return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) * p.hk;
+  return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) *
+         (p.hk / plan.heads);
 }
 
 /// The schedule of `q_blocks`, in words.
@@ -122,12 +123,20 @@ int64_t rows_of_kv_head(const Problem& p) {
   return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
 }
 
+Problem as_planned(Problem p, const DecodeKey& plan) {
+  p.hk /= plan.heads;
+  return p;
+}
+
 kernels::DecodeTile decode_tile(const DecodeKey& key) {
-  const auto words = [](DType codes, int scales, DType type, bool zero_point,
-                        DType zero_point_type) {
+  const auto words_of = [&](int scales, DType type) {
+    if (key.heads == 1 || scales == 0) return kernels::scale_words(scales, element_of(type));
+    return kernels::pitch_of_heads(key.heads * scales * static_cast<int>(size_of(type))) / 4;
+  };
+  const auto words = [&](DType codes, int scales, DType type, bool zero_point,
+                         DType zero_point_type) {
     if (has_blocks(codes)) return 0;
-    return kernels::scale_words(scales, element_of(type)) +
-           (zero_point ? kernels::scale_words(scales, element_of(zero_point_type)) : 0);
+    return words_of(scales, type) + (zero_point ? words_of(scales, zero_point_type) : 0);
   };
   const OperandTypes& stored = key.stored;
   return {
@@ -135,6 +144,7 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
       {element_of(stored.q), element_of(stored.k), element_of(stored.v), element_of(stored.out)},
       words(stored.k, key.k_scales, key.k_scale_type, key.k_zero_point, key.k_zero_point_type) +
           words(stored.v, key.v_scales, key.v_scale_type, key.v_zero_point, key.v_zero_point_type),
+      key.heads,
       key.k_piece,
       key.v_piece,
       key.head_dim,
@@ -178,9 +188,24 @@ int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxe
 
 std::array<TensorShape, 2> box_shapes(const Problem& p, const DecodePlan& plan, int box_keys) {
   const ForwardShapes shapes = decode_shapes(p, box_keys);
-  const auto boxes = [](TensorShape shape, const std::string& why_copied, DType stored, int dim,
-                        int piece) {
+  const auto boxes = [&plan](TensorShape shape, const std::string& why_copied, DType stored,
+                             int dim, int piece) {
     if (!why_copied.empty()) shape = copied(shape);
+    if (plan.heads > 1) {
+      // Words of 8 bytes, lest a row have more than a box may; what it has more than the heads is
+      // 0.
+      const int64_t bytes = plan.heads * kernels::code_row_bytes(element_of(stored), dim);
+      shape.dtype = DType::kI64;
+      const int64_t word = size_of(shape.dtype);
+      shape.dim = bytes / word;
+      shape.heads /= plan.heads;
+      shape.strides.head = bytes / word;
+      shape.strides.batch /= word;
+      shape.strides.row /= word;
+      shape.swizzled = false;
+      shape.box_bytes = kernels::pitch_of_heads(static_cast<int>(bytes));
+      return shape;
+    }
     if (has_blocks(stored)) {
       // Pairs of bytes; of all heads, where rows of some begin at no multiples of 16 bytes.
       shape.dtype = DType::kF16;
@@ -393,13 +418,15 @@ DecodePlan fused_plan(const Problem& p, DecodePlan plan) {
 }
 
 Explanation describe(const DecodePlan& plan, const Problem& p) {
-  const int64_t q_blocks = p.batch * p.hk * ceil_div(rows_of_kv_head(p), plan.block_rows());
+  const int64_t q_blocks =
+      p.batch * (p.hk / plan.heads) * ceil_div(plan.heads * rows_of_kv_head(p), plan.block_rows());
   const double microseconds = plan.card.launch_microseconds + plan.cycles / plan.card.megahertz;
   Explanation e;
   e.Br = plan.block_rows();
   e.Bc = plan.block_keys;
   const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };
   describe_tile(plan.tile(), plan, e.details);
+  e.details.add("heads", plan.heads);
   e.details.add("warp_groups", plan.warp_groups);
   e.details.add("warps_per_group", plan.warps_per_group);
   e.details.add("k_stages", plan.k_stages);

@@ -34,6 +34,7 @@ struct DecodeKey : AnyForwardKey {
   /// Bytes of rows of blocks that are copied at once; 2: words, where rows may begin in the middle
   /// of one; kernels::kMiddle: 16, where those of a kv head do; 0: there are no blocks.
   int k_piece = 0, v_piece = 0;
+  int heads = 1;                   ///< kv heads that a CTA reads together, a warp for each
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
@@ -70,6 +71,7 @@ struct DecodeKey : AnyForwardKey {
     f("kVZeroPointType", v_zero_point_type);
     f("kKPiece", k_piece);
     f("kVPiece", v_piece);
+    f("kHeads", heads);
     f("kWarpsPerGroup", warps_per_group);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
@@ -133,6 +135,9 @@ struct DecodePlan : DecodeKey {
 
 /// Rows of a kv head of the longest sequence that the decode kernels compute of a problem.
 int64_t rows_of_kv_head(const Problem& problem);
+
+/// A problem as a plan sees it that reads several kv heads together: so many are one.
+Problem as_planned(Problem problem, const DecodeKey& plan);
 
 /// What shared memory holds for a kernel.
 kernels::DecodeTile decode_tile(const DecodeKey& key);

@@ -126,7 +126,7 @@ const Gpu::Kernel& Gpu::kernel(const KernelUse& use) {
   check(api.cuFuncSetAttribute(function, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
                                use.shared_bytes),
         "cuFuncSetAttribute");
-  kernel = {function, defect_of(cubin)};
+  kernel = {function, defect_of(cubin, use.few_spilled_bytes)};
   return kernel;
 }
 

@@ -32,7 +32,7 @@ std::string text_digest(const std::string& source) {
 
 }  // namespace
 
-std::string defect_of(const Cubin& cubin) {
+std::string defect_of(const Cubin& cubin, int few_spilled_bytes) {
   const std::string_view log = cubin.log;
   constexpr std::string_view kSpills = " bytes spill stores";
   for (size_t at = log.find(kSpills); at != log.npos; at = log.find(kSpills, at + 1)) {
@@ -40,7 +40,7 @@ std::string defect_of(const Cubin& cubin) {
     const std::string_view bytes = log.substr(before + 1, at - before - 1);
     int count = 0;
     std::from_chars(bytes.data(), bytes.data() + bytes.size(), count);
-    if (count > kFewSpilledBytes) return fmt::format("spills {} bytes of registers", bytes);
+    if (count > few_spilled_bytes) return fmt::format("spills {} bytes of registers", bytes);
   }
   // Remarks C7500 to C7599 of ptxas are about them.
   if (log.find("(C75") != log.npos) return "has tensor core products that wait for each other";

@@ -96,11 +96,13 @@ __device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTi
 
 __device__ __forceinline__ void combine_splits(const DecodeParams& p, const WorkTile& tile, const SplitRange& splits,
                                                bool whole) {
-  constexpr int kOfOneRow = kValueDim <= 128 ? 20 : kTree ? 12 : 16;        // as many splits as registers hold
+  // As many splits as registers hold.
+  constexpr int kOfOneRow = kHeads > 1 ? 8 : kValueDim <= 128 ? 20 : kTree ? 12 : 16;
   constexpr int kRowsOfTwo = kValueDim <= 128 || !kHasSinks || !kHasLse ? 8 : 4;
+  constexpr int kAtOnce = kHeads > 1 ? 1 : int(kWarpsPerGroup);  // rows
   const int warp = threadIdx.x / 32;
   if constexpr (!kWarpgroupPath)
-    combine_rows<kWarpsPerGroup, kWarpsPerGroup == 1 ? kOfOneRow : 8>(p, tile, splits, whole, warp, kComputeWarps);
+    combine_rows<kAtOnce, kAtOnce == 1 ? kOfOneRow : 8>(p, tile, splits, whole, warp, kComputeWarps);
   else if (splits.count <= 2)
     combine_rows<kRowsOfTwo, 2>(p, tile, splits, whole, warp, kComputeWarps);
   else

@@ -17,11 +17,12 @@ struct CodeChunks {
     kBlocks = is_block(kType),
     kRowBytes = tensor == kOfK ? kKRowBytes : kVRowBytes,  // of panels
     kOfPanel = kRowBytes / 16,
+    kPitch = kHeads > 1 ? int(RowsOfHeads<tensor>::kPitch) : int(BlockRows<tensor>::kStride),
     kChunks = kBlocks ? chunks_of_blocks(kType, kColumns) : kColumns / (8 * CodesOf::kOfHalf),
   };
   // Where a chunk of a key of the tile at `rows` lies.
   static __device__ __forceinline__ u32 place(u32 rows, u32 key, int chunk) {
-    if constexpr (kBlocks) return rows + key * BlockRows<tensor>::kStride + 16 * chunk;
+    if constexpr (kBlocks || kHeads > 1) return rows + key * kPitch + 16 * chunk;
     // Rows begin at multiples of their bytes.
     return ((rows + chunk_place<kRowBytes>(key, 0)) ^ 16 * (chunk % kOfPanel)) +
            chunk / kOfPanel * (kBlockKeys * kRowBytes);
@@ -62,12 +63,12 @@ struct Steps {
 };
 
 enum : int {
-  kRowTiles = kTileRows <= 8 ? 1 : 2,  // of eight rows of Q, that a warp has
+  kRowTiles = kHeadRows <= 8 ? 1 : 2,  // of eight rows of Q, that a warp has
   kScores = kBlockKeys / 4,            // that a thread has of eight rows, and elements of O
   kOutputs = CodeChunks<kOfV>::kChunks * CodesOfV::kOfHalf * 2,
 };
 
-static_assert(kBlockKeys % 32 == 0 && kWarpGroups > 1);
+static_assert(kBlockKeys % 32 == 0 && (kWarpGroups > 1 || kHeads > 1));
 
 // A thread's rows of Q, two of each eight.
 struct TransposedRows {
@@ -78,7 +79,7 @@ struct TransposedRows {
       : seen_by_all(keys_seen_by_all(p, tile)) {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
-      of[i] = rows_of_thread(p, tile, kWarpRows * warp_of_group + 8 * i + int(thread_column()), 1);
+      of[i] = rows_of_thread(p, tile, kRowsOfWarp * warp_of_group + 8 * i + int(thread_column()), 1);
   }
 
   // Whether some row does not see all keys of a tile.
@@ -91,7 +92,8 @@ struct TransposedRows {
 
 __device__ __forceinline__ float descale_of(const CodeScales& t, const WorkTile& tile) {
   if (t.data == nullptr) return 1;
-  const auto* const at = static_cast<const unsigned char*>(t.data) + tile.batch * t.batch + tile.head * t.head;
+  const int head = tile.head * kHeads + head_of_warp();
+  const auto* const at = static_cast<const unsigned char*>(t.data) + tile.batch * t.batch + head * t.head;
   return t.type == kF32 ? *reinterpret_cast<const float*>(at)
                         : half_to_float(*reinterpret_cast<const unsigned short*>(at));
 }
@@ -126,8 +128,8 @@ enum : int { kOffsets = CodesOfV::kBias > 0 || kVZeroPoint ? int(Steps<kOfV>::kG
 // The state of a thread's rows, as attention/softmax.cuh has it: of products of P and scales.
 struct SoftmaxRows {
   Rows of[kRowTiles];
-  // What columns of V lack, of each group: sums of P times what their codes have too much and their zero points, as
-  // products of equal rows.
+  // What columns of V lack, of each group: sums of P times what their codes have too much, as products of eight equal
+  // rows, and of eight more that have their zero points, if there are any.
   float offsets[kOffsets > 0 ? kOffsets : 1][kRowTiles][4];
 };
 
@@ -237,7 +239,7 @@ class KeyProducts {
     const float of_head = kCodesK && kKScales == 0 ? descale_of(p.k_scale, tile) : 1;
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const int row = warp_of_group * kWarpRows + i / 2 * 8 + int(thread_column()) + i % 2;
+      const int row = warp_of_group * kRowsOfWarp + i / 2 * 8 + int(thread_column()) + i % 2;
       float of_row = of_head * CodesOfK::scale(0);
       if (kCodesK && tile.has_keys()) of_row *= reinterpret_cast<const float*>(raw + kLayout.q_factors)[row];
       factor_[i / 2][i % 2] = of_row;
@@ -255,7 +257,6 @@ class KeyProducts {
   __device__ __forceinline__ void multiply(float (&S)[kRowTiles][kScores], u32 k, u32 scales) {
     const u32 lane = threadIdx.x % 32;
     float of_group[Step::kMixed][kGroups > 1 ? kRowTiles : 1][kGroups > 1 ? kScores : 1];
-    float of_zero_point[Step::kMixed][kRowTiles][2];  // sums of Q, negative, as products have them
     ScalesOfKey<kOfK> of_key[kKScales > 0 ? kBlockKeys / 8 : 1];
     ScalesOfKey<kZeroOfK> zero_points[kKZeroPoint ? kBlockKeys / 8 : 1];
     const auto sums = [&](int group, int i) -> float* {
@@ -279,14 +280,15 @@ class KeyProducts {
           float bias[kRowTiles][4] = {};
           if constexpr (CodesOfK::kBias > 0 && !kBiases) bias_products(queries_, group, bias);
 #pragma unroll
-          for (int i = 0; i < 2 * kRowTiles; ++i) {
-            if (kBiases) bias[i / 2][i % 2] = bias_[group][i / 2][i % 2];
-            of_zero_point[group % Step::kMixed][i / 2][i % 2] =
-                bias[i / 2][i % 2] * (1.0f / max_of(CodesOfK::kBias, 1));
-          }
+          for (int i = 0; kBiases && i < 2 * kRowTiles; ++i) bias[i / 2][i % 2] = bias_[group][i / 2][i % 2];
 #pragma unroll
-          for (int i = 0; i < kRowTiles * kScores; ++i)
-            sums(group, i / kScores)[i % kScores] = bias[i / kScores][i % 2];
+          for (int i = 0; i < kRowTiles * kScores; ++i) {
+            const float of_row = bias[i / kScores][i % 2];  // the sum of Q, times -kBias
+            float& sum = sums(group, i / kScores)[i % kScores];
+            sum = of_row;
+            constexpr float kPerBias = 1.0f / max_of(CodesOfK::kBias, 1);
+            if (kKZeroPoint) sum = __fmaf_rn(zero_points[i % kScores / 2][group], of_row * kPerBias, of_row);
+          }
         }
 #pragma unroll
         for (int j = 0; j < Step::kNumbers / 2; ++j) {
@@ -337,9 +339,7 @@ class KeyProducts {
 #pragma unroll
           for (int i = 0; i < 2 * kRowTiles; ++i) {
             float& s = S[i / 2][2 * eight + i % 2];
-            float t = sums(group, i / 2)[2 * eight + i % 2];
-            if (kKZeroPoint)
-              t = __fmaf_rn(zero_points[eight][group], of_zero_point[group % Step::kMixed][i / 2][i % 2], t);
+            const float t = sums(group, i / 2)[2 * eight + i % 2];
             s = group == 0 ? t * scale : __fmaf_rn(t, scale, s);
           }
         }
@@ -440,14 +440,12 @@ __device__ __forceinline__ void multiply_offsets(float (&to)[kRowTiles][4],
 #pragma unroll
     for (int eight = 0; eight < kBlockKeys / 8; eight += 2) {
       const u32 bias = Half::pack(CodesOfV::kBias, CodesOfV::kBias);
-      const u32 of_bias[4] = {bias, bias, bias, bias};
-      if (CodesOfV::kBias > 0)
-        multiply_16_8_16<ElementV::kType>(to[i], of_bias, weighed[i][eight], weighed[i][eight + 1]);
+      u32 a[4] = {bias, bias, bias, bias};
       if constexpr (kVZeroPoint) {
-        const u32 z[2] = {zero_points.of_eight(eight, group), zero_points.of_eight(eight + 1, group)};
-        const u32 a[4] = {z[0], z[0], z[1], z[1]};
-        multiply_16_8_16<ElementV::kType>(to[i], a, weighed[i][eight], weighed[i][eight + 1]);
+        a[1] = zero_points.of_eight(eight, group);
+        a[3] = zero_points.of_eight(eight + 1, group);
       }
+      multiply_16_8_16<ElementV::kType>(to[i], a, weighed[i][eight], weighed[i][eight + 1]);
     }
   }
 }
@@ -560,18 +558,24 @@ struct TransposedResult {
   int pairs_before;  // as output_column has it
 
   static __device__ __forceinline__ int row(int i) { return i / 2 * 8 + int(thread_column()) + i % 2; }
+  static __device__ __forceinline__ int place(int i) {
+    return kHeads == 1 ? row(i) : row_of_warps(head_of_warp() * kRowsOfWarp + row(i));
+  }
+  static __device__ __forceinline__ bool has_row(int i) {
+    return row(i) < kHeadRows && (kHeads == 1 || place(i) < kTileRows);
+  }
 
   __device__ __forceinline__ void put_stats(float2* stats, int first_row) const {
     if (threadIdx.x % 32 >= 4) return;
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i)
-      if (row(i) < kTileRows) stats[first_row + row(i)] = {rows.of[i / 2].shift[i % 2], rows.of[i / 2].sum[i % 2]};
+      if (has_row(i)) stats[first_row + place(i)] = {rows.of[i / 2].shift[i % 2], rows.of[i / 2].sum[i % 2]};
   }
   __device__ __forceinline__ void put_columns(float* columns, int first_row, int first) const {
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      if (row(i) >= kTileRows) continue;
-      float* const to = columns + (first_row + row(i)) * kExchangeStride - first;
+      if (!has_row(i)) continue;
+      float* const to = columns + (first_row + place(i)) * kExchangeStride - first;
 #pragma unroll
       for (int j = 0; j < kOutputs; j += 2) {
         if (!may_be_column(j, first)) continue;
@@ -597,8 +601,12 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const WorkTile& ti
       float& o = O[i / 2][j];
       if (kOffsets > 0) {
         const int step = j / (2 * Step::kNumbers), first = Step::first(step), last = Step::last(step);
-        float offset = rows.offsets[first][i / 2][i % 2];
-        if (last > first && int(thread_row()) > first + pairs_before) offset = rows.offsets[last][i / 2][i % 2];
+        const auto offset_of = [&](int group) {
+          const float* const of_rows = rows.offsets[group][i / 2] + i % 2;
+          return kVZeroPoint ? of_rows[0] + of_rows[2] : of_rows[0];
+        };
+        float offset = offset_of(first);
+        if (last > first && int(thread_row()) > first + pairs_before) offset = offset_of(last);
         o = __fmaf_rn(o, CodesOfV::scale(j / 2 % CodesOfV::kOfHalf), -offset);
       }
       if (kCodesV && kVScales == 0 && sum != 0) o *= of_head;
@@ -633,6 +641,15 @@ struct CodedValues {
 
   __device__ __forceinline__ bool is_finite_key(int key, int lane) const {
     bool finite = true;
+    // Heads whose rows have 16 bytes in common clear theirs together.
+    if constexpr (kHeads > 1 && kVPiece == kMiddle) {
+      using Rows = RowsOfHeads<kOfV>;
+      const u32 first = scales + key * Rows::kPitch - head_of_warp() * Rows::kBytes;
+      for (int i = lane; i < kHeads * kNumbers; i += 32)
+        finite = finite && is_finite(half_to_float(static_cast<unsigned short>(load_shared_u16(
+                               first + i / kNumbers * Rows::kBytes + i % kNumbers * block_bytes(StoredV::kType)))));
+      return finite;
+    }
     for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(scale(i, key));
     if constexpr (is_block(StoredV::kType)) return finite;
     for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf)
@@ -683,6 +700,13 @@ __device__ __forceinline__ void clear_tail(u32 v, int keys, Sync sync) {
   using Chunks = CodeChunks<kOfV>;
   constexpr bool kNoNan = StoredV::kType == kInt8 || StoredV::kType == kInt4;
   if (kBoxKeys == 0 || kNoNan || keys >= kBlockKeys) return;
+  if constexpr (kHeads > 1) {
+    constexpr int kPairs = RowsOfHeads<kOfV>::kBytes / 2;  // of this warp's head
+    for (int at = threadIdx.x % 32; at < (kBlockKeys - keys) * kPairs; at += 32)
+      store_shared_u16(v + (keys + at / kPairs) * Chunks::kPitch + 2 * (at % kPairs), 0);
+    fence_async_proxy();
+    return sync();
+  }
   constexpr int kStride = Chunks::kBlocks ? int(BlockRows<kOfV>::kStride) : int(Chunks::kRowBytes);
   constexpr int kBytes = kStride * kBlockKeys;
   for (int panel = 0; panel < kLayout.v_bytes; panel += kBytes)
@@ -700,7 +724,7 @@ __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, flo
                                                       Sync sync) {
   const int first = key_tile * kBlockKeys;
   const int keys = min(int(kBlockKeys), saved.keys() - first);
-  const int lane = threadIdx.x % 32, thread = threadIdx.x % kWarpGroupThreads;
+  const int lane = threadIdx.x % 32, thread = kHeads > 1 ? lane : int(threadIdx.x % kWarpGroupThreads);
   sync();
 #pragma unroll 1
   for (int key = 0; key < keys; ++key) {

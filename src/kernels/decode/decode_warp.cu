@@ -48,7 +48,7 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const
 }
 
 __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, Queries& queries,
-                                        KeyValueRing& ring) {
+                                        TileRing& ring) {
   const int warp = uniform(threadIdx.x / 32);
   const int warp_group = warp / kWarpsPerGroup;
   const int warp_of_group = warp % kWarpsPerGroup;

@@ -7,7 +7,7 @@ namespace fulgur::kernels {
 enum : int {
   kWarpRows = 16,
   kWarpgroupWarps = 4,      // warps of a warp group from which on it is one warpgroup or two (the warpgroup path)
-  kLoadWarps = 4,           // of a CTA of the warpgroup path
+  kLoadWarps = 4,           // of a CTA of the warpgroup path, and of one that reads several heads
   kCombineWarps = 8,        // of a CTA of decode/combine.cu
   kDynamicSlots = 4,        // splits by the dynamic scheduler that warps of a CTA may be at, at a time
   kDynamicSequences = 256,  // the most that the dynamic scheduler ranks
@@ -51,32 +51,50 @@ FULGUR_SHARED int query_columns(Element stored, int dim) {
 struct DecodeTile {
   Operands types, stored;
   int scale_words;  // with the codes of a key that a tile has with it
+  int heads;        // kv heads whose codes a CTA reads together, a warp for each
   int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, box_keys, k_stages, v_stages;
 };
 
 // Whether warp groups are of warpgroups.
-FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) { return tile.warps_per_group >= kWarpgroupWarps; }
+FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) {
+  return tile.heads == 1 && tile.warps_per_group >= kWarpgroupWarps;
+}
 
 // Bytes of a row of a panel of K or V. Narrow rows of codes lie side by side in 128 bytes.
 FULGUR_SHARED int panel_row_bytes(Element stored, int dim) {
   const int bytes = dim * bits_of(stored) / 8;
   return !is_code(stored) || bytes > 64 ? int(kPanelRowBytes) : bytes > 32 ? 64 : 32;
 }
+// Bytes of a row of codes.
+FULGUR_SHARED int code_row_bytes(Element stored, int dim) {
+  return is_block(stored) ? row_of_blocks(stored, dim) : dim * bits_of(stored) / 8;
+}
+// What several heads have of a key lies side by side in shared memory, too, so many bytes from one key to the next: an
+// odd multiple of 16, so that eight keys share no banks.
+FULGUR_SHARED int pitch_of_heads(int bytes) { return (bytes / 16 | 1) * 16; }
 // Rows of blocks stay as memory has them.
-FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece) {
+FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece, int heads) {
+  if (heads > 1) return pitch_of_heads(heads * code_row_bytes(stored, dim)) * keys;
   if (is_block(stored)) return shared_row_of_blocks(stored, dim, piece) * keys;
   return panels_of(stored, dim) * panel_row_bytes(stored, dim) * keys;
 }
 
 // Warps of a CTA.
 FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
-  return tile.warp_groups * tile.warps_per_group + (is_warpgroup_path(tile) ? int(kLoadWarps) : 0);
+  const int load_warps = is_warpgroup_path(tile) || tile.heads > 1 ? int(kLoadWarps) : 0;
+  return tile.warp_groups * tile.warps_per_group + load_warps;
+}
+
+// Rows of Q in shared memory that a warp has: no more than its products take, where it has all of a kv head.
+FULGUR_SHARED int rows_of_warp(const DecodeTile& tile) {
+  return tile.heads > 1 && tile.tile_rows / tile.heads <= 8 ? 8 : int(kWarpRows);
 }
 
 // Columns of O that warp groups combine at a time, and floats from one row of them to the next: a quarter of a warp
 // has rows in different banks.
 FULGUR_SHARED int exchange_columns(const DecodeTile& tile) {
+  if (tile.heads > 1) return 32;
   const int of_block = (tile.value_dim > 128 ? 64 : 32) / (is_warpgroup_path(tile) ? 2 : 1);
   return of_block * kWarpRows * tile.warps_per_group / tile.tile_rows;
 }
@@ -90,7 +108,7 @@ struct DecodeLayout {
   int k_bytes, v_bytes;                  // of a stage
   int k, v;                              // [stage], of a warp group
   int scales, scale_bytes;               // [stage], likewise; bytes of a stage
-  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path
+  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together
   int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
   int group_bytes;                       // from one warp group's buffers to the next one's
   int q;                                 // [panel][row][64 columns], swizzled
@@ -109,13 +127,13 @@ struct DecodeLayout {
 };
 
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
-  const int rows = kWarpRows * tile.warps_per_group;
+  const int rows = rows_of_warp(tile) * tile.warps_per_group;
   DecodeLayout map = {};
-  map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece);
-  map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece);
+  map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece, tile.heads);
+  map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece, tile.heads);
   map.k = 0;
   // Boxes begin where swizzles of eight of their rows do.
-  const int lines = is_warpgroup_path(tile) || tile.box_keys == 0
+  const int lines = is_warpgroup_path(tile) || tile.box_keys == 0 || tile.heads > 1
                         ? 1
                         : 8 * max_of(panel_row_bytes(tile.stored.k, tile.head_dim),
                                      panel_row_bytes(tile.stored.v, tile.value_dim));
@@ -127,9 +145,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
-  map.group_bytes = is_warpgroup_path(tile) ? map.k_full + 1024 : (map.k_full + lines - 1) / lines * lines;
-  map.q = tile.warp_groups * map.group_bytes;
-  const int exchanged_rows = tile.warp_groups > 1 ? tile.tile_rows : 0;
+  const bool has_barriers = is_warpgroup_path(tile) || tile.heads > 1;
+  map.group_bytes = has_barriers ? map.k_full + 1024 : (map.k_full + lines - 1) / lines * lines;
+  map.q = (tile.heads > 1 ? 1 : tile.warp_groups) * map.group_bytes;
+  const int exchanged_rows = tile.warp_groups > 1 || tile.heads > 1 ? tile.tile_rows : 0;
   map.q_full = map.q + panels_of(tile.types.q, query_columns(tile.stored.k, tile.head_dim)) * rows * kPanelRowBytes;
   map.q_empty = map.q_full + 8;
   map.exchange = map.q_full + 16;
@@ -138,7 +157,8 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.q_factors = map.totals + exchanged_rows * 8;
   map.work_tiles = map.q_factors + (is_code(tile.stored.k) ? rows * 4 : 0);
   map.tile_full = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
-  const int barriers = is_warpgroup_path(tile) || tile.box_keys == 0 ? 0 : tile.warp_groups * tile.k_stages;
+  const bool of_boxes = tile.box_keys > 0 && tile.heads == 1 && !is_warpgroup_path(tile);
+  const int barriers = of_boxes ? tile.warp_groups * tile.k_stages : 0;
   map.schedule = map.tile_full + (barriers + 1) / 2 * 16;
   map.slots = map.schedule + 64;
   map.ranks = map.slots + kDynamicSlots * 32;

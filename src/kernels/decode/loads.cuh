@@ -16,6 +16,18 @@ enum : int {
   kRowsAtOnce = 32 / kRowLanes,
 };
 
+// What the heads of a CTA have of K or V of a key, side by side (kHeads).
+template <int tensor>
+struct RowsOfHeads {
+  static constexpr Element kType = tensor % 2 == 0 ? StoredK::kType : StoredV::kType;
+  enum : int {
+    kBytes = code_row_bytes(kType, tensor % 2 == 0 ? kHeadDim : kValueDim),  // of a head
+    kPitch = pitch_of_heads(kHeads * kBytes),
+  };
+  // The 16 bytes in which the row of this warp's head begins.
+  static __device__ __forceinline__ u32 place() { return kHeads == 1 ? 0 : head_of_warp() * kBytes / 16 * 16; }
+};
+
 // K or V of a tile where they are blocks.
 template <int tensor>
 struct BlockRows {
@@ -24,13 +36,14 @@ struct BlockRows {
     kColumns = tensor % 2 == 0 ? kHeadDim : kValueDim,
     kPiece = tensor % 2 == 0 ? kKPiece : kVPiece,
     kBytes = row_of_blocks(kType, kColumns),
-    kStride = shared_row_of_blocks(kType, kColumns, kPiece),
+    kStride = kHeads > 1 ? int(RowsOfHeads<tensor>::kPitch) : shared_row_of_blocks(kType, kColumns, kPiece),
     // Of one that may begin in the middle of a word, all words that it may have.
     kCopied = kPiece == kMiddle ? 16 : max_of(kPiece, 4),
     kPieces = (kBytes + (kPiece == 2 ? 2 : 0) + kCopied - 1) / kCopied,
   };
-  // How many bytes after a multiple of 16 they begin, in memory and in shared memory.
-  static __device__ __forceinline__ u32 begin(const DecodeParams& p, const WorkTile& tile) {
+  // How many bytes after a multiple of 16 they begin, in memory and in shared memory; of a head of kHeads.
+  static __device__ __forceinline__ u32 begin(const DecodeParams& p, const WorkTile& tile, int head = head_of_warp()) {
+    if (kHeads > 1) return kPiece == kMiddle ? u32(head * kBytes) % 16 : 0;
     return kPiece == kMiddle ? u32(tile.head * (tensor % 2 == 0 ? p.k : p.v).head) % 16 : 0;
   }
 };
@@ -41,6 +54,9 @@ template <int tensor>
 __device__ __forceinline__ u32 scale_place(u32 scales, int key, int group) {
   if constexpr (scales_in_rows(tensor))
     return scales + key * BlockRows<tensor>::kStride + group * block_bytes(BlockRows<tensor>::kType);
+  if constexpr (kHeads > 1)
+    return scales + scale_pitches_before(tensor) * kBlockKeys + key * scale_pitch(tensor) +
+           head_of_warp() * scale_bytes(tensor) + group * bytes_of(scale_type(tensor));
   constexpr int kWords = scale_words(scale_count(tensor), scale_type(tensor));
   return scales + 4 * (scale_words_before(tensor) * kBlockKeys + key * kWords) + group * bytes_of(scale_type(tensor));
 }
@@ -58,10 +74,15 @@ class ScalesOfKey {
   ScalesOfKey() = default;
   __device__ __forceinline__ ScalesOfKey(u32 scales, int key) {
     const u32 at = scale_place<tensor>(scales, key, 0);
-    if constexpr (scales_in_rows(tensor)) words_[0] = at;
+    if constexpr (scales_in_rows(tensor)) {
+      words_[0] = at;
+    } else if constexpr (kHeads > 1 && scale_bytes(tensor) % 4 != 0) {
+      words_[0] = load_shared_u16(at);
+    } else {
 #pragma unroll
-    for (int i = 0; !scales_in_rows(tensor) && i < kWords / kPiece; ++i)
+    for (int i = 0; i < kWords / kPiece; ++i)
       load_shared_words<kPiece>(at + 4 * kPiece * i, words_ + kPiece * i);
+    }
   }
   __device__ __forceinline__ float operator[](int group) const {
     if constexpr (scales_in_rows(tensor))
@@ -173,6 +194,30 @@ class LaneLoader {
     copy_box<kOfV>(p_.v_map, p_.v, at, key, v, full);
   }
 
+  // The same of K or of V of the heads of a CTA, and their scales, by all lanes of a warp, which arrive at `full` once
+  // these are there.
+  template <int tensor>
+  __device__ __forceinline__ void copy_heads(const TensorMapBlob& map, u32 to, u32 scales, u32 full) const {
+    const int lane = threadIdx.x % 32, key = kBoxes == 1 ? 0 : lane * kBoxKeys;
+    const WorkTile& tile = tiles_.work_tile();
+    const int row = tile.sequence.n.k_start + tiles_.tile() * kBlockKeys + key;
+    const BoxStart at = {0, kPage > 0 ? row % max_of(kPage, 1) : row, tile.head,
+                         kPage > 0 ? ids_[0] : kPackedK ? 0 : tile.sequence.entry};
+    if (lane == 0) mbarrier_arrive_expect(full, RowsOfHeads<tensor>::kPitch * kBlockKeys);
+    __syncwarp();
+    if (lane < kBoxes) tma_load(to + key * RowsOfHeads<tensor>::kPitch, &map, full, at, Keep::kShort);
+    if constexpr (scale_pitch(tensor) > 0) {
+      const bool of_v = tensor == kOfV;
+      const bool copied = copy_scales_of_heads<tensor>(of_v ? p_.v_scale : p_.k_scale, scales) &
+                          copy_scales_of_heads<of_v ? kZeroOfV : kZeroOfK>(of_v ? p_.v_zero_point : p_.k_zero_point,
+                                                                           scales);
+      if (copied) return async_copy_arrive(full);
+      async_copy_commit();
+      async_copy_wait<0>();
+      mbarrier_arrive(full);
+    }
+  }
+
   enum : int {
     kRows = kBlockKeys / (kRowsAtOnce * warps),  // that a lane copies of
     kBoxes = kBlockKeys / max_of(kBoxKeys, 1),
@@ -241,7 +286,7 @@ class LaneLoader {
 #pragma unroll
     for (int i = 0; kBoxKeys == 0 && i < kRows; i += kRunRows)
       ids_[i / kRunRows] = key(i) < s.n.sk ? page_id(p_, ids, (s.n.k_start + key(i)) / max_of(kPage, 1)) : -1;
-    if (kScalesOfKey == 0) return;
+    if (kScalesOfKey == 0 || kHeads > 1) return;
 #pragma unroll
     for (int i = 0; i < kScaleKeys; ++i) {
       const int of_scales = tiles_.tile() * kBlockKeys + max(scale_key(i), 0);
@@ -297,13 +342,46 @@ class LaneLoader {
   __device__ __forceinline__ const unsigned char* scales_of_head(const CodeScales& t) const {
     const WorkTile& tile = tiles_.work_tile();
     const int entry = !t.of_rows ? tile.batch : kPage > 0 || kPackedK ? 0 : tile.sequence.entry;
-    return static_cast<const unsigned char*>(t.data) + entry * t.batch + tile.head * t.head;
+    return static_cast<const unsigned char*>(t.data) + entry * t.batch + tile.head * kHeads * t.head;
   }
   __device__ __forceinline__ void find_scales() {
     if (scale_count(kOfK) > 0) scales_[kOfK] = scales_of_head(p_.k_scale);
     if (scale_count(kOfV) > 0) scales_[kOfV] = scales_of_head(p_.v_scale);
     if (scale_count(kZeroOfK) > 0) scales_[kZeroOfK] = scales_of_head(p_.k_zero_point);
     if (scale_count(kZeroOfV) > 0) scales_[kZeroOfV] = scales_of_head(p_.v_zero_point);
+  }
+
+  // Scales of the heads of a CTA, zeros where keys are not there, by pieces of 16 bytes. False where they lie at no
+  // multiples of these and are stored.
+  template <int tensor>
+  __device__ __forceinline__ bool copy_scales_of_heads(const CodeScales& t, u32 to) const {
+    constexpr int kBytes = kHeads * scale_bytes(tensor), kPieces = max_of(kBytes / 16, 1);
+    if constexpr (kBytes == 0) return true;
+    const DecodeSequence& s = tiles_.work_tile().sequence;
+    const int lane = threadIdx.x % 32, first = tiles_.tile() * kBlockKeys;
+#pragma unroll
+    for (int i = 0; i < kBlockKeys * kPieces; i += 32) {
+      const int key = (i + lane) / kPieces, piece = (i + lane) % kPieces;
+      u32 entry = 0, row = s.n.k_start + first + key;
+      if (kPage > 0) {
+        entry = __shfl_sync(0xffffffff, ids_[0], key / max_of(kBoxKeys, 1));
+        row %= max_of(kPage, 1);
+      }
+      const bool there = first + key < s.n.sk && (kPage == 0 || entry < u32(p_.pages.entries));
+      const unsigned char* from = static_cast<const unsigned char*>(t.data);
+      if (there)
+        from = scales_[tensor] + row * static_cast<unsigned long long>(t.row) +
+               entry * static_cast<unsigned long long>(t.batch) + 16 * piece;
+      const u32 place = to + scale_pitches_before(tensor) * kBlockKeys + key * scale_pitch(tensor) + 16 * piece;
+      if (t.runs) {
+        async_copy16(place, from, there ? 16 : 0);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < 16; j += 2)
+          store_shared_u16(place + j, there ? *reinterpret_cast<const unsigned short*>(from + j) : 0);
+      }
+    }
+    return t.runs;
   }
 
   // Numbers side by side come as they are, and so does each of f32. One of f16 comes in the word of 4 bytes that it is

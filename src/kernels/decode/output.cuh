@@ -113,7 +113,9 @@ __device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const
                                                     const Result& result) {
   const TileRows in_tile = rows_of_tile(p, tile);
   const bool whole = tile.splits == 1;
-  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
+  // With kHeads the result knows which rows its warp has.
+  const int of_warp = kHeads > 1 ? 0 : threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
+  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + of_warp;
   float* const partial = whole ? nullptr : Schedule::partial_of(p, tile, tile.split);
   float2* const stats = reinterpret_cast<float2*>(raw + kLayout.stats);
   float2* const totals = reinterpret_cast<float2*>(raw + kLayout.totals);

@@ -12,15 +12,18 @@
 //                   the middle of one; 0: there are no blocks
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256); both to 32 with codes of 4 bits
-//   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups
+//   kHeads          kv heads that a CTA reads together, as many warps of a warp group: with more than 1, hk counts so
+//                   many as one, and kGroup has the q heads of all
+//   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups, but
+//                   for those of kHeads
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
 //   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path and of codes; 0: lanes copy rows
 //   kResidents      CTAs of an SM
-//   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br
+//   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br; of all of kHeads
 //   kCombineEights  times eight columns that a warp of decode/combine.cu takes (Schedule::kFragments)
-//   kGroup          hq / hk
+//   kGroup          hq / hk, of all of kHeads
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kScoreMod,

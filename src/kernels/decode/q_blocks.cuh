@@ -47,8 +47,20 @@ __device__ constexpr int scale_words_before(int tensor) {
   return scale_words_before(tensor - 1) + (scales_in_rows(tensor - 1) ? 0 : words);
 }
 
+// Bytes of those of a key and a head, and of several heads, from one key to the next.
+__device__ constexpr int scale_bytes(int tensor) {
+  return scales_in_rows(tensor) ? 0 : scale_count(tensor) * bytes_of(scale_type(tensor));
+}
+__device__ constexpr int scale_pitch(int tensor) {
+  return scale_bytes(tensor) == 0 ? 0 : pitch_of_heads(kHeads * scale_bytes(tensor));
+}
+__device__ constexpr int scale_pitches_before(int tensor) {
+  return tensor == 0 ? 0 : scale_pitches_before(tensor - 1) + scale_pitch(tensor - 1);
+}
+
 constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, StoredV::kType, ElementO::kType},
-                              scale_words_before(kScaleTensors),
+                              kHeads > 1 ? scale_pitches_before(kScaleTensors) / 4 : scale_words_before(kScaleTensors),
+                              kHeads,
                               kKPiece,        kVPiece,
                               kHeadDim,       kValueDim,
                               kWarpsPerGroup, kWarpGroups,
@@ -63,10 +75,15 @@ enum : int {
   kCtaWarps = decode_warps(kTile),
   kCtaThreads = 32 * kCtaWarps,
   kBlockRows = kWarpRows * kWarpsPerGroup,
+  kRowsOfWarp = rows_of_warp(kTile),  // of Q in shared memory
+  kQueryRows = kRowsOfWarp * kWarpsPerGroup,
   kWarpGroupThreads = 32 * kWarpsPerGroup,
   kFirstLoadWarp = kComputeWarps % kCtaWarps,  // warps that load come after those that compute, or are the same
   kLoadsAhead = kComputeWarps == kCtaWarps,    // a warp loads for its own products
   kKeysPerChunk = chunk_keys(kBlockKeys),      // of stream-K
+  kHeadRows = kTileRows / kHeads,              // rows of a kv head
+  kGroupOfHead = kGroup / kHeads,
+  kTileLoaders = kHeads > 1 ? 1 : int(kWarpsPerGroup),  // warps that load a tile of the warp path
 };
 
 // The argument of the kernels of a plan.
@@ -89,9 +106,13 @@ __device__ __forceinline__ const AppendParams& append_of(const DecodeParams& p) 
 // kFirstQuery the warps that load wait until the warp groups have requested their first Q.
 enum : int { kWarpGroupBarrier = 1, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
-// A barrier of a warp group. The loop makes its number a constant, without which the compiler reserves all 16.
+// The kv head of a warp, of those that its CTA has.
+__device__ __forceinline__ int head_of_warp() { return kHeads == 1 ? 0 : int(threadIdx.x / 32 % kHeads); }
+
+// A barrier of the warps that share rows of K and V, or 16 bytes of those of V. The loop makes its number a constant,
+// without which the compiler reserves all 16.
 __device__ __forceinline__ void sync_warp_group(int warp_group) {
-  if constexpr (kWarpsPerGroup == 1) {
+  if constexpr (kWarpsPerGroup == 1 || (kHeads > 1 && kVPiece != kMiddle)) {
     __syncwarp();
   } else {
 #pragma unroll

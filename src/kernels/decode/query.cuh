@@ -8,7 +8,7 @@ enum : int { kQueryChunks = kHeadDim / 8 };  // of a row, 16 bytes each
 // Where the `at`-th chunk of the Q of a block of rows lies.
 __device__ __forceinline__ u32 query_place(int at) {
   const int column = at % kQueryChunks * 8;
-  return kLayout.q + column / 64 * kBlockRows * 128 + swizzled(at / kQueryChunks, column % 64 / 8);
+  return kLayout.q + column / 64 * kQueryRows * 128 + swizzled(at / kQueryChunks, column % 64 / 8);
 }
 
 // A chunk of Q in memory: 8 columns of a row, of which `count` exist; none where `count` is not positive.
@@ -28,7 +28,7 @@ struct QueryChunk {
 
 __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const WorkTile& tile, int at) {
   const TileRows rows = rows_of_tile(p, tile);
-  const int row = at / kQueryChunks;
+  const int row = row_of_warps(at / kQueryChunks);
   const int column = at % kQueryChunks * 8;
   const int count = row < rows.count ? p.d - column : 0;
   return {count > 0 ? row_of_tile<ElementQ>(p, p.q, tile, rows.first + row) + column
@@ -36,7 +36,7 @@ __device__ __forceinline__ QueryChunk query_chunk(const DecodeParams& p, const W
           count};
 }
 
-enum : int { kQPanelBytes = kBlockRows * kPanelRowBytes };
+enum : int { kQPanelBytes = kQueryRows * kPanelRowBytes };
 
 // Where the codes of K have a column, of 16 bytes or of a block.
 __device__ __forceinline__ CodesOfK::Place code_place(int column) {
@@ -60,16 +60,20 @@ __device__ __forceinline__ int query_column(int column, int pairs_before) {
 }
 
 // Makes the Q of a block of rows, which is there as memory has it, one of f16 in that order, as large as f16 may be:
-// rows are divided by powers of 2. By all threads, between barriers.
-__device__ __forceinline__ void prepare_queries(int pairs_before) {
+// rows are divided by powers of 2. `pairs_before`: as query_column has it, of a kv head of the CTA's. By all threads
+// that compute, between barriers.
+template <class PairsBefore>
+__device__ __forceinline__ void prepare_queries(PairsBefore pairs_before) {
   enum : int { kOfLane = (kHeadDim + 31) / 32, kWarps = kComputeThreads / 32 };
+  const int of_all = kHeads == 1 ? pairs_before(0) : 0;
   const int lane = threadIdx.x % 32;
   const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q;
   const auto place = [&](int row, int column) {
-    return q + column / 64 * kBlockRows * 128 + swizzled(row, column % 64 / 8) + column % 8 * 2;
+    return q + column / 64 * kQueryRows * 128 + swizzled(row, column % 64 / 8) + column % 8 * 2;
   };
 #pragma unroll 1
-  for (int row = threadIdx.x / 32; row < kBlockRows; row += kWarps) {
+  for (int row = threadIdx.x / 32; row < kQueryRows; row += kWarps) {
+    const int pairs = kHeads == 1 ? of_all : pairs_before(row / kRowsOfWarp);
     u32 x[kOfLane];
     u32 largest = 0;
 #pragma unroll
@@ -97,7 +101,7 @@ __device__ __forceinline__ void prepare_queries(int pairs_before) {
     }
 #pragma unroll
     for (int i = 0; i < kOfLane; ++i)
-      if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i, pairs_before)), x[i]);
+      if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i, pairs)), x[i]);
     if (lane == 0) reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = factor;
   }
 }

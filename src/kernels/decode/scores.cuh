@@ -26,14 +26,14 @@ struct ThreadRows {
   }
 };
 
-// `first` of a block, and the one `step` rows on.
+// `first` of those of the warps of a block, and the one `step` rows on.
 __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int first, int step) {
   ThreadRows rows;
   const Lengths& n = tile.sequence.n;
   unsigned long long tree[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int row = tile.block * kBlockRows + first + step * i;
+    const int row = tile.block * kBlockRows + row_of_warps(first + step * i);
     rows.query[i] = min(row / kGroup, n.sq - 1);
     if (kTree) tree[i] = tree_word(p.tree_mask, p, n, tile.batch, rows.query[i]);
     rows.diagonal[i] = diagonal_of(band_of(p), n, rows.query[i]);

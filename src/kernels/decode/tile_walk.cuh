@@ -20,7 +20,7 @@ class TileWalk {
   __device__ __forceinline__ bool begins_work_tile() const { return tile_ == work_tile().begin + warp_group_; }
   __device__ __forceinline__ bool in_first_work_tile() const { return first_; }
   __device__ __forceinline__ void next() {
-    tile_ += kWarpGroups;
+    tile_ += kStep;
     requests_.after_load(p_, work_tiles_.schedule, tiles_left());
     find_tile();
   }
@@ -30,6 +30,8 @@ class TileWalk {
   }
 
  private:
+  enum : int { kStep = kHeads > 1 ? 1 : int(kWarpGroups) };  // tiles; one warp loads for all of kHeads
+
   // Goes to the next work tile that has a tile for this warp group, where this one has no more.
   __device__ __forceinline__ void find_tile() {
     while (tile_ >= work_tile().end) {
@@ -42,7 +44,7 @@ class TileWalk {
   }
 
   __device__ __forceinline__ int tiles_left() const {
-    return (work_tile().end - tile_ + kWarpGroups - 1) / kWarpGroups;
+    return (work_tile().end - tile_ + kStep - 1) / kStep;
   }
 
   const DecodeParams& p_;

@@ -49,6 +49,13 @@ __device__ __forceinline__ TileRows rows_of_tile(const DecodeParams& p, const Wo
   return {first, min(tile.sequence.n.sq * kGroup - first, int(kBlockRows))};
 }
 
+// Which row of a block is the `at`-th of those of its warps, kRowsOfWarp each.
+__device__ __forceinline__ int row_of_warps(int at) {
+  if (kHeads == 1) return at;
+  const int row = at % kRowsOfWarp;
+  return row / kGroupOfHead * kGroup + at / kRowsOfWarp * kGroupOfHead + row % kGroupOfHead;
+}
+
 template <class Type>
 __device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams& p, const StridedTensor& t,
                                                        const WorkTile& tile, int row) {

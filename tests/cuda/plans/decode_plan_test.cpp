@@ -150,6 +150,68 @@ TEST(DecodePlan, FitsTheMachine) {
   }
 }
 
+// Of many keys a CTA reads up to eight heads together, where these lie side by side with their
+// scales, and are no whole lines of memory.
+TEST(DecodePlan, HeadsOfCodesComeTogether) {
+  struct Call {
+    DType codes = DType::kInt4;
+    int64_t hk = 8, d = 128, sk = 8192, page = 0, queries = 1;
+    bool apart = false;  // the scales of a head lie together
+  };
+  const auto heads = [](const Call& c) {
+    constexpr int64_t kBatch = 64, kGroup = 4;
+    test::ForwardCall call = test::forward_call({.batch = kBatch,
+                                                 .sq = c.queries,
+                                                 .sk = c.sk,
+                                                 .hq = kGroup * c.hk,
+                                                 .hk = c.hk,
+                                                 .d = c.d,
+                                                 .seqused = true});
+    const int64_t rows = c.page > 0 ? c.page : c.sk, entries = kBatch * c.sk / rows;
+    for (ConstTensor* t : {&call.args.k, &call.args.v})
+      *t = Tensor::contiguous(nullptr, c.codes, {entries, rows, c.hk, c.d}, t->device);
+    static const float scale = 1;
+    if (c.codes == DType::kInt4) {
+      ConstTensor scales = Tensor::contiguous(const_cast<float*>(&scale), DType::kF16,
+                                              {entries, rows, c.hk, c.d / 32}, call.args.q.device);
+      if (c.apart) std::swap(scales.strides[1], scales.strides[2]);
+      if (c.apart) scales.strides[2] = rows * c.d / 32, scales.strides[1] = c.d / 32;
+      call.args.descales.k_descale = call.args.descales.v_descale = scales;
+    }
+    if (c.page > 0)
+      call.args.cache.page_table =
+          Tensor::contiguous(nullptr, DType::kI32, {kBatch, c.sk / rows}, call.args.q.device);
+    std::set<int> all;
+    for (const DecodePlan& plan : decode_plans(make_problem(call.args, call.options), Card{})) {
+      EXPECT_LE(plan.shared_bytes, Card{}.shared_bytes);
+      EXPECT_TRUE(plan.heads == 1 || (plan.box_keys > 0 && plan.k_stages % plan.warp_groups == 0));
+      EXPECT_EQ(plan.threads() % 128, 0);
+      all.insert(plan.heads);
+    }
+    EXPECT_EQ(all.size(), 1u);
+    return *all.begin();
+  };
+  EXPECT_EQ(heads({}), 8);
+  EXPECT_EQ(heads({.hk = 4}), 4);
+  EXPECT_EQ(heads({.hk = 12}), 4);
+  EXPECT_EQ(heads({.hk = 6}), 1);
+  EXPECT_EQ(heads({.hk = 3}), 1);
+  EXPECT_EQ(heads({.sk = 1024}), 1);
+  EXPECT_EQ(heads({.page = 64}), 8);
+  EXPECT_EQ(heads({.page = 16}), 1);
+  EXPECT_EQ(heads({.codes = DType::kQ8_0, .page = 16}), 8);
+  EXPECT_EQ(heads({.codes = DType::kQ8_0, .page = 4}), 1);
+  EXPECT_EQ(heads({.queries = 4}), 8);
+  EXPECT_EQ(heads({.queries = 5}), 1);
+  EXPECT_EQ(heads({.apart = true}), 1);
+  for (const int64_t d : {64, 128, 256}) {
+    SCOPED_TRACE(d);
+    EXPECT_EQ(heads({.codes = DType::kQ8_0, .d = d}), d == 256 ? 1 : 8);
+    EXPECT_EQ(heads({.codes = DType::kQ4_0, .d = d}), 8);
+    EXPECT_EQ(heads({.codes = DType::kInt8, .d = d}), 1);
+  }
+}
+
 // TMA brings codes in boxes of the keys of a tile or of a page; blocks, too, where rows of a kv
 // head all begin equally far behind a multiple of 16 bytes. Lanes copy the others.
 TEST(DecodePlan, CodesComeInBoxes) {
