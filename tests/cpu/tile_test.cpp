@@ -278,6 +278,34 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
   }
 }
 
+// Of whole tiles a bias is added as the scores become P.
+// What hides keys comes late, in rows that have seen some: before, scores are finished in memory.
+TEST_P(Paths, BiasesOfWholeTiles) {
+  constexpr double kInf = std::numeric_limits<double>::infinity();
+  for (const Bias bias :
+       {Bias::kAll, Bias::kHeads, Bias::kTransposed, Bias::kColumns, Bias::kPairs}) {
+    for (const double late : {0.25, -kInf, -3e38, 60.0}) {
+      const Case c{.dtype = dtype_, .sq = 70, .sk = 333, .hq = 2, .hk = 1, .bias = bias};
+      SCOPED_TRACE(testing::Message() << c.name() << ", " << late);
+      Workload w(c, c.seed());
+      std::vector<double> values = read(w.forward.bias);
+      const bool bools = w.forward.bias.dtype == DType::kBool;
+      for (double& x : values) x = bools ? 1 : std::max(x, -1.0);
+      const int64_t row = bias == Bias::kColumns ? 0 : 40;
+      for (const int64_t key : {70, 200, 201}) values[row * c.sk + key] = bools ? late > 0 : late;
+      write(w.forward.bias, values);
+      w.seal();
+      const Prepared call(w);
+      call.run_forward(GetParam());
+      EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+      const auto out = bits(w.forward.out), lse = bits(w.forward.lse);
+      call.run_forward(GetParam(), 1);
+      EXPECT_EQ(bits(w.forward.out), out);
+      EXPECT_EQ(bits(w.forward.lse), lse);
+    }
+  }
+}
+
 /// The ways to decode bf16, and the most rows a kv head that they take.
 struct Decoding {
   const char* name;

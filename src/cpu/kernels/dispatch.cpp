@@ -18,6 +18,7 @@
 #include <hwy/foreach_target.h>
 
 #include "cpu/kernels/bf16/backward-inl.h"
+#include "cpu/kernels/bf16/biased_forward-inl.h"
 #include "cpu/kernels/bf16/decode_amx-inl.h"
 #include "cpu/kernels/bf16/decode_dot-inl.h"
 #include "cpu/kernels/bf16/dot-inl.h"
@@ -83,7 +84,7 @@ const Kernels& table() {
 
 #if HWY_TARGET == HWY_AVX3
 /// What the products have no part in, vectors do.
-template <class Products, int kParts>
+template <class Products, int kParts, class BiasedProducts>
 Kernels kernels_on(const char* target, int64_t packing_rows, int64_t row_keys,
                    const Speeds& speeds) {
   Kernels k = table();
@@ -94,8 +95,8 @@ Kernels kernels_on(const char* target, int64_t packing_rows, int64_t row_keys,
   k.packing_rows = packing_rows;
   k.row_keys = row_keys;
   k.speeds = speeds;
-  k.forward_scratch = tile_forward_scratch<kParts>;
-  k.forward = tile_forward<Products, kParts>;
+  k.forward_scratch = scratch_of_bias<kParts>;
+  k.forward = forward_of_bias<Products, BiasedProducts, kParts>;
   k.backward_scratch = tile_backward_scratch<kParts>;
   k.backward = tile_backward<Products, kParts>;
   k.backward_dq = tile_backward_dq;
@@ -104,8 +105,9 @@ Kernels kernels_on(const char* target, int64_t packing_rows, int64_t row_keys,
 }
 const Kernels& tile_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16>(
-        "AMX", kAmxPackingRows, 120, {{4.3, 5.1}, {2.95, 3.6}, 1.0});
+    Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16,
+                           TileProducts<Amx, kPartsOfBF16, true>>("AMX", kAmxPackingRows, 120,
+                                                                  {{4.3, 5.1}, {2.95, 3.6}, 1.0});
     k.decode_rows = kTileDecodeRows;
     k.decode_on_vectors = kTileDecodeLeast;
     k.decode_scratch = tile_decode_scratch;
@@ -115,14 +117,15 @@ const Kernels& tile_table() {
   return kTable;
 }
 const Kernels& f16_tile_table() {
-  static const Kernels kTable = kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16>(
-      "AMX", kAmxPackingRows, 50, {{1.75, 1.92}, {1.2, 1.55}, kVectorSpeeds.decode});
+  static const Kernels kTable =
+      kernels_on<TileProducts<Amx, kPartsOfF16>, kPartsOfF16, TileProducts<Amx, kPartsOfF16, true>>(
+          "AMX", kAmxPackingRows, 50, {{1.75, 1.92}, {1.2, 1.55}, kVectorSpeeds.decode});
   return kTable;
 }
 const Kernels& dot_table() {
   static const Kernels kTable = [] {
-    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16>("AVX512-BF16", kPackingRows, 20,
-                                                                  {{1.6, 1.74}, {1.62, 1.7}, 1.0});
+    Kernels k = kernels_on<DotProducts<Avx512Bf16>, kPartsOfBF16, DotProducts<Avx512Bf16, true>>(
+        "AVX512-BF16", kPackingRows, 20, {{1.6, 1.74}, {1.62, 1.7}, 1.0});
     k.decode = decode_by<DottedPairs<Avx512Bf16>>;
     return k;
   }();

@@ -115,14 +115,21 @@ struct Product {
   float* C;
   int64_t ldc;
   Extent there;
-  bool B_past_l1 = false;  ///< for tiles: B is too large to stay in the L1 cache
+  bool past_l1 = false;  ///< for tiles: neither A nor B is small enough to stay in the L1 cache
 };
+
+/// From a tile of columns of C to the next: 16 floats, or the tiles of 32 rows.
+template <bool kBiased>
+constexpr int64_t column_of() {
+  return kBiased ? 2 * kTileRows * kTileRows : kTileRows;
+}
 
 /// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
 /// wants them, each after the loads for the first product that reuses it: a sum takes its time to
 /// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
-/// A passes the L1 cache by, which keeps C and B. B of several parts is too large and does, too.
-template <class Tiles, int kParts>
+/// A, or B if kBiased, passes the L1 cache by, which keeps C and the other one. That of several
+/// parts is too large and does, too. If kBiased, C lies in columns of tiles (biased_forward-inl.h).
+template <class Tiles, int kParts, bool kBiased = false>
 class TileProducts {
  public:
   using Session = typename Tiles::Session;
@@ -182,10 +189,10 @@ class TileProducts {
           B_block(p.B.block),
           A_step(p.A.step),
           B_step(p.B.step),
-          C(p.C + m * kTileRows * p.ldc + n * kTileRows),
+          C(p.C + m * kTileRows * p.ldc + n * column_of<kBiased>()),
           ldc(p.ldc),
           add(p.add),
-          B_past_l1(p.B_past_l1),
+          past_l1(p.past_l1),
           first(true),
           row(m + 1 < p.rows),
           column(n + 1 < p.columns) {}
@@ -201,7 +208,7 @@ class TileProducts {
     int64_t A_stride, B_stride, A_block, B_block, A_step, B_step;
     float* C;
     int64_t ldc;
-    bool add, B_past_l1, first;
+    bool add, past_l1, first;
     bool row, column;  // there is a second one
   };
 
@@ -230,21 +237,23 @@ class TileProducts {
     part<2>(block);
     part<3>(block);
   }
-  /// The product for register kPart of C, which holds the tile of row kPart / 2 and column
-  /// kPart % 2 of the block.
+  /// The product for register kPart of C. What streams is loaded with parts 0 and 2.
   template <int kPart>
   HWY_INLINE void part(const Block& block) {
-    constexpr int kRow = kPart / 2, kColumn = kPart % 2;
+    constexpr int kRow = kBiased ? kPart % 2 : kPart / 2;
+    constexpr int kColumn = kBiased ? kPart / 2 : kPart % 2;
     // A block at an edge does not use, and so not store, every register.
     if (kPart == 0 && block.first && !(block.row && block.column)) flush();
     if ((kRow == 1 && !block.row) || (kColumn == 1 && !block.column)) return;
-    if constexpr (kRow == 0) load_b<kColumn>(block);
+    if constexpr (kRow == 0) {
+      load<6 + kColumn, kBiased>(block.B + kColumn * block.B_block, block.B_stride, block.past_l1);
+    }
     if constexpr (kColumn == 0) {
-      Tiles::template stream<4 + kRow>(block.A + kRow * block.A_block, block.A_stride);
+      load<4 + kRow, !kBiased>(block.A + kRow * block.A_block, block.A_stride, block.past_l1);
     }
     if (block.first) {
       store<kPart>();
-      C_[kPart] = block.C + kRow * kTileRows * block.ldc + kColumn * kTileRows;
+      C_[kPart] = block.C + kRow * kTileRows * block.ldc + kColumn * column_of<kBiased>();
       stride_[kPart] = block.ldc * 4;
       if (block.add) {
         Tiles::template load<kPart>(C_[kPart], stride_[kPart]);
@@ -254,13 +263,12 @@ class TileProducts {
     }
     Tiles::template multiply<kPart, 4 + kRow, 6 + kColumn>();
   }
-  template <int kColumn>
-  HWY_INLINE void load_b(const Block& block) {
-    const uint16_t* const B = block.B + kColumn * block.B_block;
-    if (kParts == kPartsOfBF16 && !block.B_past_l1) {
-      Tiles::template load<6 + kColumn>(B, block.B_stride);
+  template <int kTile, bool kStreams>
+  HWY_INLINE void load(const uint16_t* from, int64_t stride, bool past_l1) {
+    if (!kStreams && kParts == kPartsOfBF16 && !past_l1) {
+      Tiles::template load<kTile>(from, stride);
     } else {
-      Tiles::template stream<6 + kColumn>(B, block.B_stride);
+      Tiles::template stream<kTile>(from, stride);
     }
   }
   template <int kTile>
@@ -421,10 +429,12 @@ HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HW
 
 /// Rows as B, summed over them: tiles [blocks_of(columns)][steps][kParts], of which this fills step
 /// `step`. Whole lines are read, each once: rows that lie a power of two apart keep each other out
-/// of the L1 cache. between() is called before each two rows of 32 columns.
-template <int kParts, class RowAt, class Between>
+/// of the L1 cache. between() is called before each two rows of 32 columns. The rows of a pair are
+/// kApart from each other: neighbours, or those of the two halves of the step.
+template <int kParts, int kApart = 1, class RowAt, class Between>
 HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
                            uint16_t* HWY_RESTRICT to, Census* census, const Between& between) {
+  static_assert(kApart == 1 || kApart == kTileDepth / 2);
   // Columns 0 to 15 are then the first four of every 8.
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   const int64_t blocks = blocks_of(from.columns);
@@ -435,11 +445,12 @@ HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
     from.with_whole(0, kTileDepth, c, 2 * kTileRows, [&](auto whole) HWY_ATTR {
       FULGUR_UNROLL for (int pair = 0; pair < 16; ++pair) {
         between();
-        const __m512i even = from.template load_32<decltype(whole)::value>(2 * pair, c);
-        const __m512i odd = from.template load_32<decltype(whole)::value>(2 * pair + 1, c);
+        const int64_t row = kApart == 1 ? 2 * pair : pair;
+        const __m512i first = from.template load_32<decltype(whole)::value>(row, c);
+        const __m512i second = from.template load_32<decltype(whole)::value>(row + kApart, c);
         __m512i x[kParts], y[kParts];
-        split_pairs<Side::kB>(_mm512_permutexvar_epi64(order, even),
-                              _mm512_permutexvar_epi64(order, odd), x, y);
+        split_pairs<Side::kB>(_mm512_permutexvar_epi64(order, first),
+                              _mm512_permutexvar_epi64(order, second), x, y);
         census->add(x[0]);
         census->add(y[0]);
         FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
@@ -501,6 +512,17 @@ HWY_INLINE void store_row_of_a(V32 low, V32 high, int64_t stride, uint16_t* HWY_
   split<Side::kA>(high, y);
   FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
     _mm512_store_si512(to + p * stride, join_halves(x[p], y[p]));
+  }
+}
+
+/// Two vectors in turns as a row of A: with rows of B in pairs that are a vector apart.
+template <int kParts>
+HWY_INLINE void store_pairs_of_a(V32 first, V32 second, int64_t stride, uint16_t* HWY_RESTRICT to) {
+  __m512i x[kParts], y[kParts];
+  split<Side::kA>(first, x);
+  split<Side::kA>(second, y);
+  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+    _mm512_store_si512(to + p * stride, pair_halves(x[p], y[p]));
   }
 }
 

@@ -115,7 +115,7 @@ struct TileBias {
   const float* tile;  // [kBc][kTilePanelRows]
   float factor;
 
-  HWY_INLINE V32 add(V32 score, int, int64_t jj, int64_t v) const {
+  HWY_INLINE V32 add(V32 score, int64_t jj, int64_t v) const {
     const F32 f;
     const V32 bias = hn::Load(f, tile + jj * kTilePanelRows + v * kLanes);
     return hn::MulAdd(bias, hn::Set(f, factor), score);
@@ -139,7 +139,7 @@ HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, floa
     FULGUR_UNROLL for (int i = 0; i < 2; ++i) {
       FULGUR_UNROLL for (int v = 0; v < 2; ++v) {
         const int64_t at = (jj + i) * kTilePanelRows + v * kLanes;
-        const V32 score = bias.add(hn::Load(f, s.P + at), i, jj + i, v);
+        const V32 score = bias.add(hn::Load(f, s.P + at), jj + i, v);
         plain_gradient(score, c, lse[v], hn::Load(f, s.dS + at), D[v], &p[i][v], &ds[i][v]);
         if constexpr (kKept) hn::Store(ds[i][v], f, s.dS + at);
       }
@@ -411,9 +411,9 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
                        kTilePanelRows / kLanes, s.bias);
           full(TileBias{s.bias, bias_factor});
         } else if (of_keys) {
-          full(KeyBias<1>{t.panel.bias, bias_factor});
+          full(KeyBias{t.panel.bias, bias_factor});
         } else if (plain && !t.panel.mask.hides(tile) && n == padded) {
-          full(NoBias<1>());
+          full(NoBias());
         } else {
           masked_gradients(task, tile, plain, s, &t);
           if (t.panel.mask.hides(tile) && !(t.finite && census.finite())) {

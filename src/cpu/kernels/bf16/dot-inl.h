@@ -29,7 +29,7 @@ struct Avx512Bf16 {
 };
 
 /// Products by dot products, all made at once: what else there is to do, the CPU finds by itself.
-template <class Dot>
+template <class Dot, bool kBiased = false>
 class DotProducts {
  public:
   static constexpr bool kAtOnce = true;
@@ -61,11 +61,12 @@ class DotProducts {
   template <int kRows, int kVectors>
   static HWY_INLINE void block(const Product& p, int64_t m, int64_t n) {
     const int64_t ldc = p.ldc, lda = p.A.stride / 2, stride = p.B.stride / 2;
-    float* const C = p.C + m * ldc + n;
+    float* const C = p.C + m * ldc + n / kTileRows * column_of<kBiased>();
     __m512 sum[kRows][kVectors];
     FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-        sum[r][v] = p.add ? _mm512_loadu_ps(C + r * ldc + v * kTileRows) : _mm512_setzero_ps();
+        sum[r][v] =
+            p.add ? _mm512_loadu_ps(C + r * ldc + v * column_of<kBiased>()) : _mm512_setzero_ps();
       }
     }
     for (int64_t s = 0, left = p.there.depth; left > 0; ++s, left -= kTileDepth) {
@@ -90,7 +91,7 @@ class DotProducts {
     }
     FULGUR_UNROLL for (int r = 0; r < kRows; ++r) {
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
-        _mm512_storeu_ps(C + r * ldc + v * kTileRows, sum[r][v]);
+        _mm512_storeu_ps(C + r * ldc + v * column_of<kBiased>(), sum[r][v]);
       }
     }
   }

@@ -165,46 +165,18 @@ HWY_INLINE void maxima(float factor, const float* HWY_RESTRICT S, V32 (&highest)
 /// operands of moderate size (Census), with a factor of the softmax below this.
 constexpr float kModerate = 0x1p100f, kMostFactor = 0x1p10f;
 
-/// What tile_probabilities() adds to the scores of a key tile, once it has loaded what that takes
-/// for kKeys keys from jj on and all vectors, or for one of them, v: nothing,
-template <int kTurns>
+/// What is added to the score of key jj and vector v: nothing,
 struct NoBias {
-  static constexpr int kKeys = 2 * kTurns;
-  static constexpr bool kByVectors = false;
-
-  HWY_INLINE void load(int64_t, int64_t) {}
-  /// Of the k-th key of these, which is key jj, and vector v.
-  HWY_INLINE V32 add(V32 score, int /*k*/, int64_t /*jj*/, int64_t /*v*/) const { return score; }
+  HWY_INLINE V32 add(V32 score, int64_t /*jj*/, int64_t /*v*/) const { return score; }
 };
-/// or `factor` times a bias of keys, in memory,
-template <int kTurns>
+/// or `factor` times a bias of keys, in memory.
 struct KeyBias {
-  static constexpr int kKeys = 2 * kTurns;
-  static constexpr bool kByVectors = false;
   const float* keys;
   float factor;
 
-  HWY_INLINE void load(int64_t, int64_t) {}
-  HWY_INLINE V32 add(V32 score, int, int64_t jj, int64_t) const {
+  HWY_INLINE V32 add(V32 score, int64_t jj, int64_t) const {
     const F32 f;
     return hn::MulAdd(hn::Set(f, keys[jj]), hn::Set(f, factor), score);
-  }
-};
-/// or of rows and keys, from where it lies, by lines, which stay in registers.
-template <DType kDType>
-struct RowBias {
-  static constexpr int kKeys = kLineKeys<kDType>;
-  static constexpr bool kByVectors = true;
-  const BiasRows rows;
-  const float factor;
-  V32 words[kLanes];
-
-  HWY_INLINE RowBias(const BiasRows& rows, float factor) : rows(rows), factor(factor) {}
-  HWY_INLINE void load(int64_t jj, int64_t v) { load_line<kDType>(rows, v, jj, words); }
-  HWY_INLINE V32 add(V32 score, int k, int64_t, int64_t) const {
-    constexpr int kEach = kPerWord<kDType>;
-    return hn::MulAdd(number_of<kDType>(words[k / kEach], k % kEach), hn::Set(F32(), factor),
-                      score);
   }
 };
 
@@ -214,8 +186,6 @@ template <int kParts, int kVectors, int kTurns, class To, class Products, class 
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
                                    V32 (&sum)[kVectors], Products& products, Bias bias) {
-  constexpr int kTogether = Bias::kByVectors ? 1 : kVectors, kRounds = kVectors / kTogether;
-  constexpr int kPairs = Bias::kKeys / 2, kUnrolled = std::min(kPairs, 16);
   constexpr int64_t kWidth = kVectors * kLanes;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity()), c = hn::Set(f, factor);
@@ -226,37 +196,26 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
     shift[v] = hn::IfThenZeroElse(hn::Eq(at, none), at);
     total[v] = hn::Zero(f);
   }
-  for (int64_t begin = 0; begin < kBc; begin += Bias::kKeys) {
-    for (int64_t v0 = 0; v0 < kVectors; v0 += kTogether) {
-      bias.load(begin, v0);
-      V32 less[kTogether], added[kTogether];
-      FULGUR_UNROLL for (int i = 0; i < kTogether; ++i) {
-        less[i] = shift[v0 + i];
-        added[i] = total[v0 + i];
-      }
-      FULGUR_UNROLL for (int part = 0; part < kPairs; part += kUnrolled) {
-        FULGUR_UNROLL for (int pair = part; pair < part + kUnrolled; ++pair) {
-          if (pair % kRounds == 0) products.template turn<kTurns>(pair / kRounds % kTurns);
-          const int64_t jj = begin + 2 * pair;
-          FULGUR_UNROLL for (int i = 0; i < kTogether; ++i) {
-            const int64_t lane = (v0 + i) * kLanes;
-            const float* const at = S + jj * kWidth + lane;
-            const V32 s0 = bias.add(hn::Load(f, at), 2 * pair, jj, v0 + i);
-            const V32 s1 = bias.add(hn::Load(f, at + kWidth), 2 * pair + 1, jj + 1, v0 + i);
-            const V32 p0 = exp2_short<true>(hn::MulSub(s0, c, less[i]));
-            const V32 p1 = exp2_short<true>(hn::MulSub(s1, c, less[i]));
-            added[i] = hn::Add(added[i], hn::Add(p0, p1));
-            if constexpr (std::is_same_v<To, float>) {
-              hn::Store(p0, f, P + jj * kWidth + lane);
-              hn::Store(p1, f, P + (jj + 1) * kWidth + lane);
-            } else {
-              store_pair_of_b<kParts>(p0, p1, kTileDepth * kWidth,
-                                      P + place_of_pair<kParts>(jj, kWidth) + 2 * lane);
-            }
-          }
+  for (int64_t begin = 0; begin < kBc; begin += 2 * kTurns) {
+    FULGUR_UNROLL for (int pair = 0; pair < kTurns; ++pair) {
+      products.template turn<kTurns>(pair);
+      const int64_t jj = begin + 2 * pair;
+      FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
+        const int64_t lane = v * kLanes;
+        const float* const at = S + jj * kWidth + lane;
+        const V32 s0 = bias.add(hn::Load(f, at), jj, v);
+        const V32 s1 = bias.add(hn::Load(f, at + kWidth), jj + 1, v);
+        const V32 p0 = exp2_short<true>(hn::MulSub(s0, c, shift[v]));
+        const V32 p1 = exp2_short<true>(hn::MulSub(s1, c, shift[v]));
+        total[v] = hn::Add(total[v], hn::Add(p0, p1));
+        if constexpr (std::is_same_v<To, float>) {
+          hn::Store(p0, f, P + jj * kWidth + lane);
+          hn::Store(p1, f, P + (jj + 1) * kWidth + lane);
+        } else {
+          store_pair_of_b<kParts>(p0, p1, kTileDepth * kWidth,
+                                  P + place_of_pair<kParts>(jj, kWidth) + 2 * lane);
         }
       }
-      FULGUR_UNROLL for (int i = 0; i < kTogether; ++i) total[v0 + i] = added[i];
     }
   }
   FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) sum[v] = total[v];
@@ -457,14 +416,13 @@ class TileForward {
     return true;
   }
 
-  /// Whether the bias of a visit is added while the exponentials are made. It may hide keys then:
-  /// no score or maximum is so large that its P would not be 0.
+  /// Whether the bias of a visit, one of keys, is added while the exponentials are made. It may
+  /// hide keys then: no score or maximum is so large that its P would not be 0.
   bool adds_bias(const Visit& at) const {
-    const bool can = at.bias_rows != nullptr || (at.bias != nullptr && at.bias_step == 0);
-    return can && plain_ && panels_[at.i].vectors == 2 && p_.dropout_p == 0 &&
-           factor_ < kMostFactor && !at.tile.partial && at.tile.n == kBc && steady_[at.i] &&
-           moderate_[at.i] && keys_[at.place].moderate() && values_[at.place].finite() &&
-           !values_[at.place].denormal();
+    return at.bias != nullptr && at.bias_step == 0 && plain_ && panels_[at.i].vectors == 2 &&
+           p_.dropout_p == 0 && factor_ < kMostFactor && !at.tile.partial && at.tile.n == kBc &&
+           steady_[at.i] && moderate_[at.i] && keys_[at.place].moderate() &&
+           values_[at.place].finite() && !values_[at.place].denormal();
   }
 
   /// All panels over their tiles up to key `end`. While P of a tile is made from its scores, those
@@ -595,24 +553,18 @@ class TileForward {
     const auto of_scores = [&]() HWY_ATTR {
       if (!packed) {
         return tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_,
-                                                       NoBias<1>());
+                                                       NoBias());
       }
       by_steps([&](auto turns) HWY_ATTR {
-        tile_probabilities<kParts, kVectors, turns>(factor_, S, m, P, sum, products_,
-                                                    NoBias<turns>());
+        tile_probabilities<kParts, kVectors, turns>(factor_, S, m, P, sum, products_, NoBias());
       });
     };
     if (!adds) {
       of_scores();
     } else if constexpr (kVectors == 2) {
       by_steps([&](auto turns) HWY_ATTR {
-        if (at.bias_rows == nullptr) {
-          tile_probabilities<kParts, 2, turns>(factor_, S, m, P, sum, products_,
-                                               KeyBias<turns>{at.bias, bias_factor_});
-        } else {
-          const BiasRows rows(at.bias_rows, p_.bias, panels_[i], tile.j);
-          add_row_bias<turns>(rows, S, m, P, sum);
-        }
+        tile_probabilities<kParts, 2, turns>(factor_, S, m, P, sum, products_,
+                                             KeyBias{at.bias, bias_factor_});
       });
     }
     products_.finish();
@@ -656,16 +608,6 @@ class TileForward {
     if (begun_[i]) return;
     begun_[i] = true;
     std::fill_n(s_.Ot[i], blocks_of(p_.dv) * kTileRows * panels_[i].width(), 0.0f);
-  }
-
-  /// tile_probabilities() with a bias of rows and keys.
-  template <int kTurns>
-  HWY_INLINE void add_row_bias(const BiasRows& rows, const float* S, const float* m, uint16_t* P,
-                               V32 (&sum)[2]) {
-    with_bias_dtype(p_.bias.dtype, [&](auto dtype) HWY_ATTR {
-      tile_probabilities<kParts, 2, kTurns>(factor_, S, m, P, sum, products_,
-                                            RowBias<decltype(dtype)::value>(rows, bias_factor_));
-    });
   }
 
   /// Turns the products of a visit into scores, its bias among them.

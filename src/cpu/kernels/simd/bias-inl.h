@@ -22,18 +22,19 @@ constexpr int64_t kBiasBytes = kDType == DType::kF32    ? 4
                                : kDType == DType::kBool ? 1
                                                         : 2;
 
-/// kSquare keys of a row, as floats. Of bools 0 where true and -inf where false.
-template <DType kDType>
-HWY_INLINE hn::Vec<Square> load_bias_keys(const void* from) {
-  const Square f;
+/// As many keys of a row as a vector has lanes, as floats. Of bools 0 where true and -inf where
+/// false.
+template <DType kDType, class D = Square>
+HWY_INLINE hn::Vec<D> load_bias_keys(const void* from) {
+  const D f;
   if constexpr (kDType == DType::kBool) {
-    const hn::RebindToSigned<Square> i;
-    const hn::Rebind<uint8_t, Square> bytes;
+    const hn::RebindToSigned<D> i;
+    const hn::Rebind<uint8_t, D> bytes;
     const auto seen = hn::PromoteTo(i, hn::LoadU(bytes, static_cast<const uint8_t*>(from)));
     const auto hidden = hn::RebindMask(f, hn::Eq(seen, hn::Zero(i)));
     return hn::IfThenElseZero(hidden, hn::Set(f, -std::numeric_limits<float>::infinity()));
   } else {
-    return load_wide<kDType, Square>(from);
+    return load_wide<kDType, D>(from);
   }
 }
 
@@ -60,6 +61,10 @@ struct BiasRows {
       : from(static_cast<const char*>(data) + j * layout.key * size_of(layout.dtype)),
         rows(panel.bias_row),
         stride(layout.key * size_of(layout.dtype)) {}
+  /// Of floats in memory.
+  BiasRows(const float* memory, const int64_t* rows)
+      : from(reinterpret_cast<const char*>(memory)), rows(rows), stride(sizeof(float)) {}
+  bool given() const { return from != nullptr; }
   template <DType kDType>
   const char* at(int64_t lane) const {
     return from + rows[lane] * kBiasBytes<kDType>;
@@ -302,18 +307,22 @@ HWY_INLINE std::optional<BiasOfTile> uniform_tile(const BiasRows& rows, int64_t 
   return BiasOfTile{!hides, hides, hides};
 }
 
-/// The bias of n keys that is the same for all rows: to [kBc], -inf where it hides a key.
+/// The bias of n keys and of the first `count` rows of a panel: to [count][kBc], -inf where it
+/// hides a key.
 template <DType kDType>
-HWY_INLINE BiasOfTile load_bias_row(const BiasRows& rows, int64_t n, float* HWY_RESTRICT to) {
+HWY_INLINE BiasOfTile load_bias_rows(const BiasRows& rows, int64_t count, int64_t n,
+                                     float* HWY_RESTRICT to) {
   const Square f;
   BiasCensus<Square> census;
-  for (int64_t jj = 0; jj < n; jj += kSquare) {
-    const char* const from = rows.at<kDType>(0) + jj * rows.stride;
-    const bool whole = jj + kSquare <= n && rows.dense(kDType);
-    const auto x = census.hide(whole ? load_bias_keys<kDType>(from)
-                                     : gather_bias_keys<kDType>(from, rows.stride, n - jj));
-    census.add(x);
-    hn::StoreU(x, f, to + jj);
+  for (int64_t r = 0; r < count; ++r) {
+    for (int64_t jj = 0; jj < n; jj += kSquare) {
+      const char* const from = rows.at<kDType>(r) + jj * rows.stride;
+      const bool whole = jj + kSquare <= n && rows.dense(kDType);
+      const auto x = census.hide(whole ? load_bias_keys<kDType>(from)
+                                       : gather_bias_keys<kDType>(from, rows.stride, n - jj));
+      census.add(x);
+      hn::StoreU(x, f, to + r * kBc + jj);
+    }
   }
   return census.result();
 }
@@ -333,7 +342,7 @@ HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads
   const BiasOfTile is = [&]() HWY_ATTR -> BiasOfTile {
     if (!loads && panel->shares_bias) {
       panel->bias_step = 0;
-      return load_bias_row<kDType>(rows, tile.n, to);
+      return load_bias_rows<kDType>(rows, 1, tile.n, to);
     }
     if (dense) {
       if (const auto uniform = uniform_tile<kDType>(rows, width)) return *uniform;

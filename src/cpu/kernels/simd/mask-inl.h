@@ -67,6 +67,19 @@ class PanelMask {
       return false;
     return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
   }
+  /// The keys of a tile that a row sees, whatever a bias hides: a bit each.
+  uint64_t keys_of(int64_t lane, const KeyTile& tile) const {
+    static_assert(kBc == 64);
+    const auto below = [](int64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
+    const auto of_tile = [&](int64_t j) { return std::clamp<int64_t>(j - tile.j, 0, tile.n); };
+    const uint64_t keys = below(of_tile(end_[lane])) & ~below(of_tile(begin_[lane]));
+    const int64_t tree = tree_ - tile.j;
+    if (tree >= kBc) return keys;
+    const auto word = uint64_t{static_cast<uint32_t>(tree_word_[1][lane])} << 32 |
+                      static_cast<uint32_t>(tree_word_[0][lane]);
+    if (tree >= 0) return keys & (word << tree | below(tree));
+    return tree > -64 ? keys & word >> -tree : 0;
+  }
   /// Where the keys that some row sees end.
   int64_t end() const { return any_.end; }
   /// The tiles of `keys` that some row sees; the others are empty.

@@ -130,9 +130,23 @@ HWY_INLINE void multiply_wide(hn::Vec<U32> a, uint32_t factor, hn::Vec<U32>* hig
   *high = hn::OddEven(hn::BitCast(u, odd), hn::BitCast(u, hn::ShiftRight<32>(even)));
 }
 
-/// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped, also if P is NaN. j
-/// % 4 == 0. Where P and `second` are both given, both are treated alike. Philox runs lane by lane
+/// The words of dropout's random numbers of a counter, lane by lane
 /// (kernels/host_device/dropout.h).
+HWY_INLINE void random_words(kernels::PhiloxKey key, hn::Vec<U32> (&c)[kernels::kDropoutKeys]) {
+  const U32 u;
+  for (int round = 0; round < kernels::kPhiloxRounds; ++round, key = key.next()) {
+    hn::Vec<U32> a_high, a_low, b_high, b_low;
+    multiply_wide(c[0], kernels::kPhiloxMultiplier0, &a_high, &a_low);
+    multiply_wide(c[2], kernels::kPhiloxMultiplier2, &b_high, &b_low);
+    c[0] = hn::Xor(hn::Xor(b_high, c[1]), hn::Set(u, key[0]));
+    c[1] = b_low;
+    c[2] = hn::Xor(hn::Xor(a_high, c[3]), hn::Set(u, key[1]));
+    c[3] = a_low;
+  }
+}
+
+/// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped, also if P is NaN. j
+/// % 4 == 0. Where P and `second` are both given, both are treated alike.
 HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
                      const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
                      float* HWY_RESTRICT second) {
@@ -143,21 +157,11 @@ HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const P
   const V32 kept = hn::Set(f, keep_scale);
   for (int64_t jj = 0; jj < n; jj += kernels::kDropoutKeys) {
     for (int64_t v = 0; v < panel.vectors; ++v) {
-      auto c0 = hn::Set(u, static_cast<uint32_t>((j + jj) / kernels::kDropoutKeys));
-      auto c1 = hn::Load(u, panel.query + v * kLanes);
-      auto c2 = hn::Load(u, panel.head_lo + v * kLanes);
-      auto c3 = hn::Load(u, panel.head_hi + v * kLanes);
-      kernels::PhiloxKey key = mask.key;
-      for (int round = 0; round < kernels::kPhiloxRounds; ++round, key = key.next()) {
-        hn::Vec<U32> a_high, a_low, b_high, b_low;
-        multiply_wide(c0, kernels::kPhiloxMultiplier0, &a_high, &a_low);
-        multiply_wide(c2, kernels::kPhiloxMultiplier2, &b_high, &b_low);
-        c0 = hn::Xor(hn::Xor(b_high, c1), hn::Set(u, key[0]));
-        c1 = b_low;
-        c2 = hn::Xor(hn::Xor(a_high, c3), hn::Set(u, key[1]));
-        c3 = a_low;
-      }
-      const hn::Vec<U32> words[kernels::kDropoutKeys] = {c0, c1, c2, c3};
+      hn::Vec<U32> words[kernels::kDropoutKeys] = {
+          hn::Set(u, static_cast<uint32_t>((j + jj) / kernels::kDropoutKeys)),
+          hn::Load(u, panel.query + v * kLanes), hn::Load(u, panel.head_lo + v * kLanes),
+          hn::Load(u, panel.head_hi + v * kLanes)};
+      random_words(mask.key, words);
       for (int64_t w = 0; w < std::min<int64_t>(kernels::kDropoutKeys, n - jj); ++w) {
         const auto keeps = hn::RebindMask(f, hn::Not(hn::Lt(words[w], threshold)));
         for (float* values : {P, second}) {

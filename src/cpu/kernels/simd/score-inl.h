@@ -35,15 +35,15 @@ inline bool has_score_slope(const Problem& p) {
 }
 
 /// softcap tanh(S / softcap). `slope`, where it is given, takes the derivative 1 - tanh^2.
-HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, const KeyTile& tile,
-                               float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope) {
+HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, int64_t n, float* HWY_RESTRICT S,
+                               int64_t ld, float* HWY_RESTRICT slope) {
   const F32 f;
   // Beyond these f32 knows no difference, from scores of 0 and from no cap, and neither the cap
   // nor its reciprocal would be a normal number.
   const double softcap = std::clamp(p.softcap, 1e-37, 1e37);
   const V32 cap = hn::Set(f, static_cast<float>(softcap * 1.4426950408889634));
   const V32 per_cap = hn::Set(f, static_cast<float>(1 / softcap));
-  for (int64_t jj = 0; jj < tile.n; ++jj) {
+  for (int64_t jj = 0; jj < n; ++jj) {
     for (int64_t v = 0; v < vectors; ++v) {
       float* at = S + jj * ld + v * kLanes;
       const V32 t = hn::Tanh(f, hn::Mul(per_cap, hn::Load(f, at)));
@@ -78,7 +78,7 @@ HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY
 /// products; null: nobody wants them, or all are 1.
 HWY_INLINE void score_rule(const Problem& p, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
                            float* HWY_RESTRICT slope, Panel* panel) {
-  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
+  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile.n, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
   add_bias(p, tile, kLog2e, S, ld, panel);
   hide_scores(panel->mask, panel->vectors, tile, S, ld);
@@ -105,7 +105,7 @@ HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpress
                                                    const KeyTile& tile, float* HWY_RESTRICT S,
                                                    int64_t ld, float* HWY_RESTRICT slope,
                                                    float* bias, Panel* panel) {
-  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile, S, ld, slope);
+  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile.n, S, ld, slope);
   if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
   expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, panel);
   add_bias(p, tile, kLog2e, S, ld, panel);
