@@ -80,11 +80,12 @@ int heads_together(const DecodePlan& plan, const Problem& p) {
   const bool zero_points = plan.k_zero_point || plan.v_zero_point;
   const bool blocks =
       kernels::is_block(element_of(p.dtypes.k)) && kernels::is_block(element_of(p.dtypes.v));
-  // Of wide heads what scales codes takes longer; and lanes find scales of small pages slowly.
+  // Of wide heads what scales codes takes longer; and lanes find scales of small pages slowly, and
+  // zero points as well as scales of any.
   if (std::max(plan.head_dim, plan.value_dim) > 128 &&
       ((!blocks && !zero_points) || rows_of_kv_head(p) > 8))
     return 1;
-  if (plan.page > 0 && plan.page < kMinPageOfScales && !blocks) return 1;
+  if (plan.page > 0 && !blocks && (zero_points || plan.page < kMinPageOfScales)) return 1;
   if (!features_of(plan.card.target).has_tma || plan.copies()) return 1;
   if (plan.page > 0 && (p.has(Arg::kLeftpadK) || p.cache.page % kSwizzledRows != 0)) return 1;
   const auto whole = [&](DType dtype, int dim, int64_t columns, const Layout& strides, int heads) {

@@ -157,6 +157,7 @@ TEST(DecodePlan, HeadsOfCodesComeTogether) {
     DType codes = DType::kInt4;
     int64_t hk = 8, d = 128, sk = 8192, page = 0, queries = 1;
     bool apart = false;  // the scales of a head lie together
+    bool zero_points = false;
   };
   const auto heads = [](const Call& c) {
     constexpr int64_t kBatch = 64, kGroup = 4;
@@ -177,6 +178,7 @@ TEST(DecodePlan, HeadsOfCodesComeTogether) {
       if (c.apart) std::swap(scales.strides[1], scales.strides[2]);
       if (c.apart) scales.strides[2] = rows * c.d / 32, scales.strides[1] = c.d / 32;
       call.args.descales.k_descale = call.args.descales.v_descale = scales;
+      if (c.zero_points) call.args.descales.k_zero_point = call.args.descales.v_zero_point = scales;
     }
     if (c.page > 0)
       call.args.cache.page_table =
@@ -199,6 +201,8 @@ TEST(DecodePlan, HeadsOfCodesComeTogether) {
   EXPECT_EQ(heads({.sk = 1024}), 1);
   EXPECT_EQ(heads({.page = 64}), 8);
   EXPECT_EQ(heads({.page = 16}), 1);
+  EXPECT_EQ(heads({.zero_points = true}), 8);
+  EXPECT_EQ(heads({.page = 64, .zero_points = true}), 1);
   EXPECT_EQ(heads({.codes = DType::kQ8_0, .page = 16}), 8);
   EXPECT_EQ(heads({.codes = DType::kQ8_0, .page = 4}), 1);
   EXPECT_EQ(heads({.queries = 4}), 8);
