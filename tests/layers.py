@@ -65,6 +65,7 @@ FOLDERS = {
     "kernels/common": ATTENTION_KERNEL,
     "kernels/device": [*HOST_DEVICE, "kernels/common"],
     "kernels/attention": KERNEL,
+    "kernels/maps": ATTENTION_KERNEL,
     "kernels/backward": ATTENTION_KERNEL,
     "kernels/portable/common": KERNEL,
     "kernels/portable/forward": [*ATTENTION_KERNEL, "kernels/portable/common"],

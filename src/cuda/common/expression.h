@@ -9,7 +9,7 @@
 
 namespace fulgur::cuda {
 
-/// What classifies the tiles of a mask (kernels/attention/tile_map.cu), as device text.
+/// What classifies the tiles of a mask (kernels/maps/tile_map.cu), as device text.
 struct MaskHullsText {
   std::string text;
   int row_panels = 0, key_panels = 0;  ///< what only rows and only keys decide

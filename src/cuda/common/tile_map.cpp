@@ -29,7 +29,7 @@ constexpr double kPackedShare = 0.6;                     // of what the memory g
 constexpr double kPackCycles = 3000, kMapCycles = 3000;  // of launches
 constexpr double kMaxMaskScores = 0x1p35;  // of the largest mask: ints count its words
 
-/// What kernel_config.h fixes of attention/tile_map.cu and attention/mask_bits.cu: the mask and the
+/// What kernel_config.h fixes of maps/tile_map.cu and maps/mask_bits.cu: the mask and the
 /// lengths.
 struct MapKey : AnyForwardKey {
   MapTiles tiles;
@@ -66,10 +66,10 @@ KernelRequest request(const AnyForwardKey& of, const MapTiles& tiles) {
   key.few_queries = of.few_queries;
   key.expressions = of.mask_hulls;
   key.tiles = tiles;
-  if (!of.mask_bits) return {"attention/tile_map.cu", kernel_config(key)};
+  if (!of.mask_bits) return {"maps/tile_map.cu", kernel_config(key)};
   key.bias_rows = of.bias_rows;
   pack_mask(key);
-  return {"attention/mask_bits.cu", kernel_config(key)};
+  return {"maps/mask_bits.cu", kernel_config(key)};
 }
 
 /// The kernel before that of the map.

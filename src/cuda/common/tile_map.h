@@ -48,8 +48,8 @@ void describe_map(const KernelKey& key, Explanation& to);
 void add_map_kernels(const AnyForwardKey& key, const MapTiles& tiles,
                      std::vector<KernelUse>& kernels);
 
-/// The map of the tiles that mask_mod hides (kernels/attention/tile_map.cu), or a bool mask, which
-/// is packed to bits for it (kernels/attention/mask_bits.cu): made in each run.
+/// The map of the tiles that mask_mod hides (kernels/maps/tile_map.cu), or a bool mask, which
+/// is packed to bits for it (kernels/maps/mask_bits.cu): made in each run.
 class TileMap {
  public:
   /// Of the workspace; 0 without a map.

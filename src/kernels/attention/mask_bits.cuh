@@ -1,4 +1,4 @@
-// What the scores of a thread take from a bool mask of bits (host_device/expression.h, attention/mask_bits.cu). Bit
+// What the scores of a thread take from a bool mask of bits (host_device/expression.h, maps/mask_bits.cu). Bit
 // 4 g + 2 h + c of a word is that of row r + 8 h and column 8 g + 2 q + c of 64 columns: bits have the order of
 // accumulators (fragment.cuh).
 #pragma once

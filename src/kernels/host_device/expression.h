@@ -45,7 +45,7 @@ struct MapShape {
   int row_blocks, key_tiles;
 };
 
-// A bool mask as bits (attention/mask_bits.cu), of which each thread of a warpgroup has a word for 64 columns of its
+// A bool mask as bits (maps/mask_bits.cu), of which each thread of a warpgroup has a word for 64 columns of its
 // accumulators: of a strip of 64 rows of scores over 64 keys, or, where kernels walk by keys, of 64 keys over a strip.
 // A bit is 1 where a key is seen, and where there is no row; 0 where there is no key.
 enum : int { kMaskWordColumns = 64, kMaskThreads = 128 };

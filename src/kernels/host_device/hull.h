@@ -1,6 +1,6 @@
 // Intervals in which the values of nodes of an expression lie, and what operations make of them: how a tile of scores
 // is found to be hidden or shown whole without a look at each score. On the host expression/hulls.h uses them, on the
-// device attention/tile_map.cu.
+// device maps/tile_map.cu.
 #pragma once
 #include "host_device/host_device.h"
 #ifndef __CUDACC__

@@ -1,6 +1,6 @@
 // The map of tiles of a call whose mask no closed form says, of mask_mod or of a bool mask: which tiles of scores some
 // row sees a key of, and of these which are partial, because the mask hides some key from some row, whatever the bounds
-// of the call do. attention/tile_map.cu or attention/mask_bits.cu makes it before the attention kernel, which walks
+// of the call do. maps/tile_map.cu or maps/mask_bits.cu makes it before the attention kernel, which walks
 // over the tiles that are seen (attention/seen_tiles.cuh) and applies the mask in partial ones; for short backward calls
 // backward/prepare.cu does.
 //
@@ -23,7 +23,7 @@ struct PanelHull {
   u64 hashes;
 };
 
-// How many masks attention/mask_bits.cu packs, and of what.
+// How many masks maps/mask_bits.cu packs, and of what.
 struct MaskShape {
   int batches, heads;  // 1 where all have the same
   int lines, cells;    // strips of 64 rows, or of 64 keys where the map is by keys, and words of a thread in each

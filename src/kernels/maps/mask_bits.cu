@@ -2,7 +2,7 @@
 // gives with the bounds of the call. The mask is read once; of the words of a warpgroup a state of each warp says
 // whether some key is seen and whether some key is hidden, which is all that the map reads.
 //
-// kernel_config.h has what attention/tile_map.cu wants (host_device/tile_map.h), and
+// kernel_config.h has what maps/tile_map.cu wants (host_device/tile_map.h), and
 //   kBiasRows       1: each query has a row of the mask; 0: all have the same
 #include "kernel_config.h"
 #include "attention/fragment.cuh"
