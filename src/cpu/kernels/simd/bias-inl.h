@@ -398,14 +398,14 @@ HWY_INLINE void load_numbers(DType dtype, const BiasRows& rows, int64_t vectors,
 }
 
 /// Adds keys of dS, the gradient of the scores of a row, to that of the bias from element `at` on,
-/// the first n of them; elements of 16 bits have one part alone.
+/// the first n of them; elements of 16 bits have one part alone, and -0 is 0 in any sum.
 template <DType kDType>
 HWY_INLINE void add_bias_keys(const BiasSums& sums, int64_t at, int64_t n, V32 dS) {
   const F32 f;
   const int64_t stride = sums.at.key;
   if (stride == 1 && n >= kLanes) {
     char* const to = static_cast<char*>(sums.data) + at * kBiasBytes<kDType>;
-    if constexpr (kDType == DType::kF32) dS = hn::Add(load_wide<kDType>(to), dS);
+    dS = hn::Add(kDType == DType::kF32 ? load_wide<kDType>(to) : hn::Zero(f), dS);
     return store_narrow<kDType>(dS, to);
   }
   HWY_ALIGN float keys[kLanes];
@@ -414,7 +414,7 @@ HWY_INLINE void add_bias_keys(const BiasSums& sums, int64_t at, int64_t n, V32 d
     if constexpr (kDType == DType::kF32) {
       static_cast<float*>(sums.data)[at + jj * stride] += keys[jj];
     } else {
-      store_element(sums.data, kDType, at + jj * stride, keys[jj]);
+      store_element(sums.data, kDType, at + jj * stride, 0.0f + keys[jj]);
     }
   }
 }
