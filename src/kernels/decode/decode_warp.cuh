@@ -145,7 +145,7 @@ class RingOfHeads {
     kOfCta = 1,
     // Of those that a thread has to begin with, as many as all four warps that share them may have.
     kLoadRegisters = kCtaWarps > 16 ? 32 : 56,
-    kRegisters = 512 / (kCtaWarps / 4) / 8 * 8,
+    kRegisters = 512 / max_of(kCtaWarps / 4, 1) / 8 * 8,
     kComputeRegisters = (kCtaWarps * kRegisters - 4 * kLoadRegisters) / kComputeWarps / 8 * 8,
   };
 
