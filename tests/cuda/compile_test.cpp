@@ -782,7 +782,7 @@ TEST_F(Compile, EveryPortablePlanIsClean) {
       kernels.push_back(portable::forward_kernels(tile.plan).at(0));
     return kernels;
   };
-  expect_clean(portable_kernels(all, tiles), 10);
+  expect_clean(portable_kernels(all, tiles), 10, kFewSpilledBytes);
 }
 
 TEST_F(Compile, EveryPortableDecodePlanIsClean) {
@@ -802,7 +802,7 @@ TEST_F(Compile, EveryPortableDecodePlanIsClean) {
     }
     return kernels;
   };
-  expect_clean(portable_kernels(all, tiles), 6);
+  expect_clean(portable_kernels(all, tiles), 6, kFewSpilledBytes);
 }
 
 TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
@@ -823,7 +823,7 @@ TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
       std::ranges::move(portable::backward_kernels(tile.plan), std::back_inserter(kernels));
     return kernels;
   };
-  expect_clean(portable_kernels(all, tiles), 10, /*few_spills=*/true);
+  expect_clean(portable_kernels(all, tiles), 10, kFewSpilledBytes);
 }
 
 // Nor those of the papers' older algorithms.
@@ -962,7 +962,7 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
     if (target.form == Target::Form::kPtx) {
       EXPECT_NE(cubin.image.find(".target sm_80"), std::string::npos) << name(request);
     } else {
-      EXPECT_EQ(complaint(cubin.log), "") << target.name() << name(request) << cubin.log;
+      EXPECT_EQ(defect_of(cubin), "") << target.name() << name(request) << cubin.log;
     }
   }
 }
