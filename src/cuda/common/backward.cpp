@@ -202,10 +202,11 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
   key.value_dim = of.value_dim <= 64 ? 64 : of.value_dim <= 128 ? 128 : 256;
   key.dq_method = of.dq_method;
   key.rounds_dq = of.rounds_dq;
-  key.maps_tiles = of.maps_tiles && of.dq_method == DqMethod::kOrdered;
+  const bool ordered = of.dq_method == DqMethod::kOrdered;
+  key.maps_tiles = of.maps_tiles && ordered;
   if (of.accumulates_dq()) key.head_dim = round_up(of.head_dim, kPanelColumns);
-  if (of.dq_method == DqMethod::kOrdered) {
-    key.dq_parts = of.dq_parts;
+  if (ordered) key.dq_parts = of.dq_parts;
+  if (ordered || of.makes_map) {  // which tiles are seen
     key.block_rows = of.block_rows;
     key.block_keys = of.block_keys;
     key.has_left = of.has_left;
@@ -226,14 +227,6 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
   if (of.makes_map) {
     key.makes_map = key.maps_tiles = key.mask_mod = true;
     key.expressions = prepared_map_text(of, map_tiles(of));
-    key.block_rows = of.block_rows;
-    key.block_keys = of.block_keys;
-    key.has_left = of.has_left;
-    key.has_right = of.has_right;
-    key.has_chunk = of.has_chunk;
-    key.top_left = of.top_left;
-    key.part = of.part;
-    key.seqused_k = of.seqused_k;
   }
   return use("backward/prepare.cu", key, "fulgur_backward_prepare");
 }
