@@ -192,28 +192,34 @@ TEST_P(ScoresOf, OfChosenRows) {
 }
 
 // Of a cache of pages, or of rows that an index names and that begin with padding: as of the rows
-// side by side.
+// side by side. Queries may be packed where keys are not.
 TEST_P(ScoresOf, OfACache) {
-  Case c{.dtype = DType::kBF16, .batch = 3, .sq = 4, .sk = 100, .hq = 4, .hk = 2, .seqused = true};
-  c.mask = causal();
-  Workload w(c, 3);
-  of(w, {ScoreStage::kProbabilities}, [&](const auto& found) {
-    using Index = CacheShape::Index;
-    for (const auto& [index, page, leftpad] : {std::tuple{Index::kTable, 16, false},
-                                               {Index::kTable, 16, true},
-                                               {Index::kLists, 16, false},
-                                               {Index::kBatch, 0, false},
-                                               {Index::kBatch, 0, true}}) {
-      const Cached cached(w, {CacheShape::Order::kNhd, index, page, leftpad}, 4);
-      const Scores got(cached.forward, ScoreStage::kProbabilities, w.options);
-      ASSERT_GE(got.shape[3], c.sk);
-      for (int64_t n = 0; n < c.batch * c.hq * c.sq; ++n) {
-        const int64_t i = n % c.sq, h = n / c.sq % c.hq, b = n / c.sq / c.hq;
-        EXPECT_TRUE(
-            std::equal(found[0].row(b, h, i), found[0].row(b, h, i) + c.sk, got.row(b, h, i)));
+  for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+    Case c{.dtype = DType::kBF16, .batch = 3, .sq = 4, .sk = 100, .hq = 4, .hk = 2};
+    c.layout = layout;
+    c.seqused = !c.packed();
+    c.mask = causal();
+    Workload w(c, 3);
+    of(w, {ScoreStage::kProbabilities}, [&](const auto& found) {
+      using Index = CacheShape::Index;
+      for (const auto& [index, page, leftpad] : {std::tuple{Index::kTable, 16, false},
+                                                 {Index::kTable, 16, true},
+                                                 {Index::kLists, 16, false},
+                                                 {Index::kBatch, 0, false},
+                                                 {Index::kBatch, 0, true}}) {
+        const CacheShape shape{CacheShape::Order::kNhd, index, page, leftpad};
+        SCOPED_TRACE(c.name() + " " + shape.name());
+        const Cached cached(w, shape, 4);
+        const Scores got(cached.forward, ScoreStage::kProbabilities, w.options);
+        ASSERT_GE(got.shape[3], c.sk);
+        for (int64_t n = 0; n < static_cast<int64_t>(w.sequences.size()) * c.hq * c.sq; ++n) {
+          const int64_t i = n % c.sq, h = n / c.sq % c.hq, b = n / c.sq / c.hq;
+          EXPECT_TRUE(
+              std::equal(found[0].row(b, h, i), found[0].row(b, h, i) + c.sk, got.row(b, h, i)));
+        }
       }
-    }
-  });
+    });
+  }
 }
 
 FULGUR_EVERY_ENGINE(ScoresOf);

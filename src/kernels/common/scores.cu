@@ -38,12 +38,15 @@ __device__ __forceinline__ ScoreSequence sequence_of(const ScoresParams& p, int 
 // A row of K; null where no page holds it, of which the elements are zeros.
 __device__ __forceinline__ const ElementK::Memory* key_row(const ScoresParams& p, const ScoreSequence& s, int head,
                                                            int key) {
-  const int row = s.n.k_start + key;
-  if (kPage == 0) return row_of<ElementK>(p.k, s.entry, row, head);
-  const long long list = kPageLists ? s.entry * p.pages.id_stride : s.entry * p.pages.table_stride;
-  const int page = p.pages.table[list + row / max_of(kPage, 1) * p.pages.id_stride];
-  if (u32(page) >= u32(p.pages.entries)) return nullptr;
-  return row_of<ElementK>(p.k, page, row % max_of(kPage, 1), head);
+  int entry = kPackedK ? 0 : s.entry;
+  int row = s.n.k_start + key;
+  if (kPage > 0) {
+    const long long list = kPageLists ? s.entry * p.pages.id_stride : s.entry * p.pages.table_stride;
+    entry = p.pages.table[list + row / max_of(kPage, 1) * p.pages.id_stride];
+    if (u32(entry) >= u32(p.pages.entries)) return nullptr;
+    row %= max_of(kPage, 1);
+  }
+  return static_cast<const ElementK::Memory*>(p.k.data) + entry * p.k.batch + row * p.k.row + head * p.k.head;
 }
 
 __device__ __forceinline__ float product(const ScoresParams& p, const float* q, const ElementK::Memory* k) {
