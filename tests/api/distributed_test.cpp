@@ -741,12 +741,13 @@ double cpu_seconds() {
   return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
 }
 
-// A rank of this machine that is done computes rows of slower ones, with the same bits.
+// A rank of this machine that is done computes rows of slower ones, with the same bits. The work
+// takes a multiple of the 4 ms or so by which a kernel may count what a process has computed.
 TEST(Distributed, RanksComputeRowsOfSlowerOnes) {
   std::vector<Problem> problems = {{{.dtype = DType::kF32,
                                      .batch = 2,
-                                     .sq = 2600,
-                                     .sk = 2600,
+                                     .sq = 4500,
+                                     .sk = 4500,
                                      .hq = 4,
                                      .hk = 2,
                                      .mask = causal(),
@@ -754,19 +755,19 @@ TEST(Distributed, RanksComputeRowsOfSlowerOnes) {
                                      .seqused_q = true,
                                      .seqused = true,
                                      .sinks = true,
-                                     .bias = Bias::kHeads},
+                                     .bias = Bias::kShared},
                                     {Sharding::kZigzag}},
                                    {{.dtype = DType::kBF16,
                                      .batch = 2,
-                                     .sq = 3000,
-                                     .sk = 3000,
+                                     .sq = 6000,
+                                     .sk = 6000,
                                      .hq = 4,
                                      .hk = 4,
                                      .mask = causal(),
                                      .alibi = Alibi::kHeads},
                                     {Sharding::kByArea}}};
   problems.back().c.layout = Layout::kPacked;
-  problems.back().lengths = {{0, 0, 3000, 3000}, {3000, 3000, 1400, 1400}};
+  problems.back().lengths = {{0, 0, 6000, 6000}, {6000, 6000, 2600, 2600}};
   for (const Problem& problem : problems) {
     SCOPED_TRACE(problem.c.name());
     Workload w(problem.c, 14, problem.lengths);
