@@ -412,6 +412,7 @@ class BiasedForward {
     int64_t grouped = 0;  // tiles of this group
     const Flushing on(true);
     Visit at = visit(0, end);
+    if (at.i == count_) return;
     products_.multiply(scores(at, S));
     products_.flush();
     while (at.i < count_) {
@@ -424,7 +425,7 @@ class BiasedForward {
       ++grouped;
       // The keys of a group follow each other.
       const bool last = grouped == most || later.i != at.i || later.place != at.place + 1;
-      const Product next = scores(later, S_next);
+      const Product next = later.i < count_ ? scores(later, S_next) : Product();
       const Product add = values(last ? columns_ : std::min(columns_, grouped * share), &before);
       products_.put_off(next);
       products_.put_off(add);
@@ -465,7 +466,6 @@ class BiasedForward {
 
   /// S = Q K^T.
   Product scores(const Visit& at, float* S) {
-    if (at.i == count_) return {};
     const int64_t steps = kParts * steps_of(p_.d), count = panels_[at.i].count;
     return {false,
             blocks_of(count),

@@ -436,6 +436,7 @@ class TileForward {
     int64_t grouped = 0;  // tiles of this group
     const Flushing on(true);
     Visit at = visit(0, end);
+    if (at.i == count_) return;
     products_.multiply(scores(at, S));
     products_.flush();
     while (at.i < count_) {
