@@ -308,9 +308,9 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
     pack_transposed<kParts>(key_rows(task, args.k, p.k, p.d, key_begin + key, n), n, 0, steps_of(n),
                             s.Kt + kParts * key * s.ldk, &unused);
   }
-  // See TileForward::adds_bias().
+  // See PanelWalk::adds_bias().
   const bool may_add =
-      plain && query_factor(p) < kMostFactor && census.moderate() && values.moderate();
+      plain && query_factor(p) < kMaxFactor && census.moderate() && values.moderate();
   std::fill_n(s.dK, round_up(keys, kTileDepth) * s.ldk, 0.0f);
   std::fill_n(s.dV, round_up(keys, kTileDepth) * s.ldv, 0.0f);
 
