@@ -340,7 +340,7 @@ RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBac
       round_threads_(kPanelThreads * kernels::dq_panels_of(key.head_dim)),
       start_(key.early_starts ? Start::kEarly : Start::kAfterAll),
       makes_map_(key.makes_map),
-      maps_rows_(map_tiles(key).of_rows_too) {
+      maps_rows_(map_tiles(key).by_rows_too) {
   prepare_ = gpu.kernel(prepare_kernel(key)).function;
   if (plan.dsinks) sinks_ = gpu.kernel(sinks_kernel(key)).function;
   if (rounds) round_ = gpu.kernel(round_kernel(key)).function;
@@ -350,7 +350,7 @@ void RowKernels::launch_first(CUstream stream, const BackwardParams& params) con
   int maps = 0;  // rows of CTAs
   if (makes_map_) {
     const kernels::MapShape& shape = params.expression.map_shape;
-    maps = ceil_div(kernels::ctas_of_map(shape, /*by_keys=*/true, maps_rows_), row_chunks_);
+    maps = ceil_div(kernels::fused_map_ctas(shape, /*by_keys=*/true, maps_rows_), row_chunks_);
   }
   launch(stream, prepare_, &params, {row_chunks_, maps + std::min(batch_heads_, kMaxGridY - maps)},
          kPrepareThreads, 0, "launching the kernel that prepares rows");

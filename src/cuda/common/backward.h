@@ -9,8 +9,8 @@
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
 #include "cuda/common/tensor_shape.h"
-#include "cuda/common/tile_map.h"
 #include "cuda/device/gpu.h"
+#include "cuda/maps/tile_map.h"
 #include "kernels/backward/params.h"
 
 namespace fulgur::cuda {
@@ -106,9 +106,9 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
   return {.block_rows = key.block_rows,
           .block_keys = key.block_keys,
           .by_keys = true,
-          .of_rows_too = key.stores_ds() || key.dq_method == DqMethod::kOrdered,
+          .by_rows_too = key.stores_ds() || key.dq_method == DqMethod::kOrdered,
           .early_starts = key.early_starts,
-          .prepared = key.makes_map};
+          .method = key.makes_map ? MapMethod::kPrepare : MapMethod::kSeparate};
 }
 
 /// Why no kernels compute a backward problem; empty where they do.

@@ -7,7 +7,7 @@
 #include "cuda/common/executable.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/tile_map.h"
+#include "cuda/maps/tile_map.h"
 
 namespace fulgur::cuda {
 

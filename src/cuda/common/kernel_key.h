@@ -58,7 +58,7 @@ struct KernelKey {
   bool score_mod = false, mask_mod = false;  ///< expressions
   bool score_mod_slope = false;              ///< the derivative of score_mod is not 1 everywhere
   std::string expressions{};                 ///< their functions, as text of kernel_config.h
-  bool maps_tiles = false;   ///< a map says which tiles a mask hides (cuda/common/tile_map.h)
+  bool maps_tiles = false;   ///< a map says which tiles a mask hides (cuda/maps/tile_map.h)
   bool mask_bits = false;    ///< of a bool bias, which is packed to bits first
   std::string mask_hulls{};  ///< functions that classify tiles for it
   bool packed = false, seqused_q = false, seqused_k = false;

@@ -5,7 +5,7 @@
 
 #include "cuda/common/family.h"
 #include "cuda/common/kernel_key.h"
-#include "cuda/common/tile_map.h"
+#include "cuda/maps/tile_map.h"
 #include "kernels/host_device/work_tiles.h"
 #include "kernels/portable/forward/layout.h"
 

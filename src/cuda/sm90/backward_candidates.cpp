@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "cuda/common/tensor_map.h"
+#include "cuda/maps/mask_bits.h"
 #include "cuda/sm90/backward_cost.h"
 #include "cuda/sm90/backward_waves.h"
 
@@ -179,7 +180,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     if (plan.maps_tiles && dq_method == DqMethod::kOrdered && !p.deterministic) continue;
     if (bits) {
       if (needs_wide(plan)) continue;  // its warpgroups have no registers for words of the mask
-      pack_mask(plan);
+      use_mask_bits(plan);
       plan.copies_bias.clear();
     }
     if (dq_method == DqMethod::kOrdered) plan.dq_parts = kernels::dq_panels_of(plan.head_dim);

@@ -124,7 +124,7 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
   }
   // Q, K and the first scores come while V is prepared; CTAs begin while the map is made.
   const bool prepares_v = plan_.pairs && (values_grid_ > 0 || plan_.widens_v);
-  const Start start = prepares_v || map_.is_made() ? Start::kEarly : Start::kAfterAll;
+  const Start start = prepares_v || map_.launches() ? Start::kEarly : Start::kAfterAll;
   cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
                "launching the forward kernel", start);
   launch_padding(args, stream);

@@ -6,7 +6,7 @@
 
 #include "cuda/common/family.h"
 #include "cuda/common/kernel_key.h"
-#include "cuda/common/tile_map.h"
+#include "cuda/maps/tile_map.h"
 #include "kernels/host_device/work_tiles.h"
 
 namespace fulgur::cuda::sm90 {
@@ -25,7 +25,7 @@ struct ForwardKey : AnyForwardKey {
   bool split_tail = false;
   enum class Store : uint8_t { kTiles, kRows, kElements };
   Store store = Store::kTiles;  ///< how O leaves
-  bool map_at_once = false;     ///< one kernel makes the map of tiles; no kernel's text says so
+  bool fused_map = false;       ///< one kernel makes the map of tiles; no kernel's text says so
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -56,7 +56,7 @@ struct ForwardKey : AnyForwardKey {
     return {.block_strips = consumers,
             .block_keys = block_keys,
             .early_starts = true,
-            .at_once = map_at_once};
+            .method = fused_map ? MapMethod::kFused : MapMethod::kSeparate};
   }
 };
 

@@ -10,6 +10,7 @@
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
+#include "cuda/maps/mask_bits.h"
 #include "cuda/sm90/forward_cost.h"
 #include "kernels/sm90/forward/layout.h"
 
@@ -113,7 +114,7 @@ ForwardPlan common(const Problem& p, bool bits) {
   plan.copies_k = not_addressable(maps.k);
   if (plan.dtypes.v != p.dtypes.v) plan.widens_v = p.dtypes.v;
   plan.maps_tiles = plan.mask_mod;
-  if (bits) pack_mask(plan);
+  if (bits) use_mask_bits(plan);
   // With a bias K has buffers for longer than V; a map does not say which tile is before one.
   plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0 && !plan.maps_tiles;
   plan.copies_v = plan.centers_v() ? ""
@@ -433,7 +434,7 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
       continue;
     }
     t.plan.store = store_of(p, t.plan.q_stages > 1 && !centers);
-    t.plan.map_at_once = t.plan.maps_tiles && maps_at_once(p, t.plan.map_tiles());
+    t.plan.fused_map = t.plan.maps_tiles && fuses_map(p, t.plan.map_tiles());
     t.cycles = predict(t.plan, p, card) + packing_cycles(p, t.plan, card);
     // How much is read depends on the batch, which the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));

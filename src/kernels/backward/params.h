@@ -19,7 +19,7 @@
 //   kKeyGradients   1: dK and dV are computed
 //   kF32KeyGradients    1: dK and dV are stored in f32
 //   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes
-//   kMakesMap       1: the kernel that prepares rows makes the map of tiles (backward/prepared_map.cuh)
+//   kMakesMap       1: the kernel that prepares rows makes the map of tiles (backward/prepare_map.cuh)
 #pragma once
 #include "host_device/attention_params.h"
 #include "backward/work.h"

@@ -4,7 +4,7 @@
 // sequence, which no later kernel writes.
 #include "kernel_config.h"  // first, as it may include attention/hulls.cuh
 #include "attention/fragment_store.cuh"
-#include "backward/prepared_map.cuh"
+#include "backward/prepare_map.cuh"
 #include "device/dependent_launch.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"

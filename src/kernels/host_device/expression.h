@@ -25,48 +25,49 @@ struct ExpressionTensor {
   ExpressionSums sums;                   // where a gradient is wanted
 };
 
-// A map of tiles (host_device/tile_map.h): of 32 tiles a word, in the low half a bit for each that is seen, in the high
-// half one for each partial one. A block of more words than a warp reads at once has a word before them, its span: no
-// tile is seen before the one in the low half, nor from the one in the high half on.
+// The words of a map of tiles (host_device/tile_map.h). A word is of 32 tiles of a block: its low half has a bit for
+// each tile that is seen, its high half one for each partial tile. A block of more words than a warp reads at once has
+// one more word before them, its span [begin, end) (in the low and high half), outside of which no tile is seen.
 enum : int { kWordsAtOnce = 32 };
 struct SeenWords {
   const u64* words;       // [batches][heads][blocks][span, tiles / 32]
-  long long batch, head;  // words from a sequence and a q head to the next; 0 where all have the same
-  int heads_of_map;       // q heads that share one
+  long long batch, head;  // words from a sequence or a q head to the next; 0 where all have the same map
+  int heads_of_map;       // q heads that share a map
   int block;              // words of a block, with its span
 
   FULGUR_SHARED bool has_spans() const { return block > kWordsAtOnce; }
 };
 
-// How many maps there are, and of what.
+// The maps of a call.
 struct MapShape {
-  int batches, heads;  // 1 where all have the same
-  int heads_of_map;    // q heads that share one
-  int row_blocks, key_tiles;
+  int batches, heads;         // 1 where all have the same map
+  int heads_of_map;           // q heads that share a map
+  int row_blocks, key_tiles;  // of a map
 };
 
-// A bool mask as bits (maps/mask_bits.cu), of which each thread of a warpgroup has a word for 64 columns of its
-// accumulators: of a strip of 64 rows of scores over 64 keys, or, where kernels walk by keys, of 64 keys over a strip.
-// A bit is 1 where a key is seen, and where there is no row; 0 where there is no key.
+// A bool mask as bits (maps/mask_bits.cu). For 64 columns of its accumulators each thread of a warpgroup has a word.
+// Accumulators are a strip of 64 rows x 64 keys, or, in kernels by keys, 64 keys x a strip of rows. A bit is 1 where a
+// key is seen and where the row does not exist, and 0 where the key does not exist.
 enum : int { kMaskWordColumns = 64, kMaskThreads = 128 };
 FULGUR_SHARED int mask_words(int columns) { return (columns + kMaskWordColumns - 1) / kMaskWordColumns; }
 struct MaskBits {
   u32* words;                    // [batches][heads][strips, or 64 keys][tiles][words of a tile][kMaskThreads]
-  u32* states;                   // of the words of all threads, a byte of MaskStates of each warp
-  long long batch, head, strip;  // words to the next; 0 where all have the same
+  u32* states;                   // for the words of all threads a byte of MaskStates of each warp
+  long long batch, head, strip;  // words to the next one; 0 where all have the same
 };
-enum MaskStates : int { kShowsSome = 1, kHidesSome = 2 };  // of the rows and keys that there are
+// Whether some key that exists is shown to, or hidden from, some row that exists.
+enum MaskStates : int { kShowsSome = 1, kHidesSome = 2 };
 
-// With expressions, or with a mask of bits (FULGUR_MASK_BITS), which have a map.
+// Empty in device text without expressions and without a mask of bits (FULGUR_MASK_BITS).
 struct ExpressionArguments {
 #if !defined(__CUDACC__) || defined(FULGUR_EXPRESSIONS) || defined(FULGUR_MASK_BITS)
   ExpressionTensor tensors[kMaxExpressionTensors];
   int words[kMaxExpressionWords];  // bits of literals
-  int log_scores;                  // of the scores that may enter a sum: 2^log_scores at most
-  bool finds_largest;              // addends are only looked at
+  int log_scores;                  // at most 2^log_scores scores enter a sum
+  bool finds_largest;              // addends are not added: only the largest is found
   SeenWords map;                   // kMapsTiles
-  MapShape map_shape;              // where the kernel that prepares rows makes the map
-  SeenWords map_of_rows;           // the same by blocks of rows, of a map by tiles of keys where kernels want both
+  MapShape map_shape;              // of both
+  SeenWords map_of_rows;           // the map by rows, where kernels read a map by keys and this one
   int batch, head, queries, keys;  // kPart: the first sequence and head of the whole call, and the lengths there
   MaskBits bits;                   // kMaskBits
 #endif

@@ -1,39 +1,41 @@
-// A bool mask packed to bits in the order of accumulators (attention/mask_bits.cuh), and the map of tiles that it
-// gives with the bounds of the call. The mask is read once; of the words of a warpgroup a state of each warp says
-// whether some key is seen and whether some key is hidden, which is all that the map reads.
+// A bool mask packed to bits in the order of accumulators (attention/mask_bits.cuh), and its map of tiles
+// (host_device/tile_map.h). The mask is cut into cells of 64 rows x 64 keys, of which each thread of a warpgroup has a
+// word of bits. It is read once: with the words of a cell each warp stores whether it shows and whether it hides some
+// key (MaskStates), and the map is made of these states alone.
 //
-// kernel_config.h has what maps/tile_map.cu wants (host_device/tile_map.h), and
+// kernel_config.h has the constants of host_device/tile_map.h, and
 //   kBiasRows       1: each query has a row of the mask; 0: all have the same
 #include "kernel_config.h"
 #include "attention/fragment.cuh"
 #include "attention/pages.cuh"
-#include "attention/tile_map.cuh"
+#include "maps/map_words.cuh"
 
 enum : int {
   kWordsOfTile = kMapByKeys ? 1 : mask_words(kBlockKeys),
-  kCells = 8,   // that a CTA packs: 64 rows of scores with up to 64 keys, of which each thread has a word
+  kCells = 8,   // of a line, that a CTA packs
   kChunk = 16,  // keys that a thread loads at a time
   kChunksOfCell = kMaskWordColumns / kChunk,
   kChunksOfTile = kMapByKeys ? +kChunksOfCell : kBlockKeys / kChunk,
   kRows = kMapByKeys ? kCells * kStripRows : +kStripRows,
   kChunks = kMapByKeys ? +kChunksOfCell : kCells / kWordsOfTile * kChunksOfTile,  // of a row
-  kRowsAtOnce = kMaskThreads / kChunks,  // a thread has a chunk of each so many rows
+  kRowsAtOnce = kMaskThreads / kChunks,  // rows that are loaded together: a thread has a chunk of one
   kLoads = (kRows + kRowsAtOnce - 1) / kRowsAtOnce,
-  // By chunks and rows or the other way round, so that threads read few words, of different banks.
+  // The shape of the bits in shared memory: [chunks][rows] by keys, else [rows][cells], so that threads read few words,
+  // which lie in different banks.
   kLines = kMapByKeys ? +kChunks : +kRows,
   kColumns = kMapByKeys ? kRows / 4 + 2 : kCells + 1,
 };
 static_assert(kCells % kWordsOfTile == 0 && kRowsAtOnce > 0 && kCells <= 32);
 
-using KeyBits = unsigned short;  // of a chunk
+using KeyBits = unsigned short;  // a bit for each key of a chunk
 
-// Those of four rows, kMapByKeys, or of the chunks of a row that a cell has.
+// The bits of a chunk of four rows (kMapByKeys), or of the four chunks of a cell in a row.
 struct alignas(8) FourBits {
   KeyBits of[kChunksOfCell];
 };
 using PartBits = FourBits[kLines][kColumns];
 
-// A bit for each byte, 1 where it is not 0: their highest bits are added with the weights of the bits.
+// A bit for each byte, 1 where the byte is not 0: dp4a adds the highest bits of the bytes with the weights of the bits.
 __device__ __forceinline__ u32 bits_of_bytes(const uint4& x) {
   const auto highest = [](u32 bytes) { return (((bytes & 0x7f7f7f7f) + 0x7f7f7f7f) | bytes) & 0x80808080; };
   const u32 low = __dp4a(highest(x.y), 0x80402010u, __dp4a(highest(x.x), 0x08040201u, 0u));
@@ -41,17 +43,17 @@ __device__ __forceinline__ u32 bits_of_bytes(const uint4& x) {
   return (low + (high << 8)) >> 7;
 }
 
-// Ones for the keys of a chunk that there are, of `keys` from its first one on.
+// Ones for the keys of a chunk that exist, where `keys` exist from its first one on.
 __device__ __forceinline__ u32 ones_of_chunk(int keys) { return (1u << min(max(keys, 0), +kChunk)) - 1; }
 
-// Rows and keys of the mask that a CTA has: its first ones, and how many there are.
+// The rows and keys of the mask that a CTA packs: the first ones, and how many of them exist.
 struct Part {
   int row, rows;
   int key, keys;
 };
 
-// The bits of all chunks of a part: `wide` loads of a chunk, all before the first is used, or loads of a key. Rows that
-// there are not see all keys that there are.
+// Loads the bits of all chunks of a part: with `wide` a chunk by one load, and all of these before the first is used,
+// else key by key. Rows that do not exist see all keys that exist.
 template <bool wide>
 __device__ __forceinline__ void load_part(const DenseBias& bias, const unsigned char* mask, const Part& part,
                                           PartBits& bits_of) {
@@ -94,7 +96,7 @@ __device__ __forceinline__ void load_part(const DenseBias& bias, const unsigned 
   }
 }
 
-// Of bits of 64 keys of rows r and r + 8 those of a thread's columns, as in a word.
+// The word of a thread from the bits of 64 keys in its rows r and r + 8: the bits of its columns.
 __device__ __forceinline__ u32 word_of_columns(const uint2& row, const uint2& row8) {
   const auto own = [](u32 x, u32 y) {
     const u32 fours = (x >> thread_column() & 0x03030303) | (y >> thread_column() & 0x03030303) << 2;
@@ -103,8 +105,8 @@ __device__ __forceinline__ u32 word_of_columns(const uint2& row, const uint2& ro
   return __byte_perm(own(row.x, row8.x), own(row.y, row8.y), 0x6420);
 }
 
-// The word of a thread for a cell of the CTA. With its rows and keys the other way round for kMapByKeys: a thread has
-// bits r and r + 8 of the 16 keys of its warp, of two rows in 32 bits.
+// The word of a thread for a cell of the CTA. With kMapByKeys rows and keys are transposed: a thread has bits r and r + 8
+// of the 16 keys of its warp, and finds those of two rows in 32 bits.
 __device__ __forceinline__ u32 word_of_cell(const PartBits& bits_of, int cell) {
   if constexpr (kMapByKeys) {
     u32 word = 0;
@@ -117,28 +119,30 @@ __device__ __forceinline__ u32 word_of_cell(const PartBits& bits_of, int cell) {
     }
     return word;
   } else {
-    // With bits of no keys after those of a tile, which nobody asks for.
+    // A cell that the tile does not fill has bits of keys after the tile, which no kernel reads.
     const auto bits_of_row = [&](int row) { return *reinterpret_cast<const uint2*>(&bits_of[row][cell]); };
     const int row = int(warp_row() + thread_row());
     return word_of_columns(bits_of_row(row), bits_of_row(row + 8));
   }
 }
 
-// The bits of a thread's word of which there are rows and keys.
+// The bits of a thread's word whose rows and keys exist.
 __device__ __forceinline__ u32 bits_that_exist(const Part& part, int cell) {
-  // Rows of accumulators, of which bits are a half, and columns.
+  // Rows and columns of accumulators; a word has a bit for half of the columns of each of two rows.
   const int tile = cell / kWordsOfTile, word = cell % kWordsOfTile;
   const int rows = (kMapByKeys ? part.keys : part.rows) - int(warp_row() + thread_row());
-  const int most = kMapByKeys ? +kMaskWordColumns : min(kBlockKeys - word * kMaskWordColumns, +kMaskWordColumns);
+  const int max_columns =
+      kMapByKeys ? +kMaskWordColumns : min(kBlockKeys - word * kMaskWordColumns, +kMaskWordColumns);
   const int columns = min(kMapByKeys ? part.rows - kStripRows * cell
-                                     : part.keys - tile * kBlockKeys - word * kMaskWordColumns, most);
-  if (rows > 8 && columns == most) return u32((u64(1) << most / 2) - 1);
+                                     : part.keys - tile * kBlockKeys - word * kMaskWordColumns,
+                          max_columns);
+  if (rows > 8 && columns == max_columns) return u32((u64(1) << max_columns / 2) - 1);
   const u64 ones = columns >= kMaskWordColumns ? ~u64(0) : (u64(1) << max(columns, 0)) - 1;
   const uint2 all = {u32(ones), u32(ones >> 32)}, none = {0, 0};
   return word_of_columns(rows > 0 ? all : none, rows > 8 ? all : none);
 }
 
-// A CTA takes cells of a line.
+// A CTA packs kCells cells of a line.
 extern "C" __global__ void __launch_bounds__(kMaskThreads) fulgur_pack_mask(const __grid_constant__ TileMapParams p) {
   let_next_kernel_start();
   __shared__ FourBits bits_of_rows[kLines][kColumns];
@@ -182,7 +186,7 @@ extern "C" __global__ void __launch_bounds__(kMaskThreads) fulgur_pack_mask(cons
         static_cast<unsigned char>(state);
 }
 
-// Whether a tile has keys that are seen, and whether the mask hides some of them, the bounds of the call apart.
+// The state of a tile by those of its cells.
 __device__ __forceinline__ TileState tile_state(const TileMapParams& p, int map, int row_block, int key_tile) {
   const MapShape& of = p.shape;
   const int batch = map / of.heads, head = map % of.heads * of.heads_of_map;

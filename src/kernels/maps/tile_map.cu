@@ -1,20 +1,16 @@
-// The map of tiles (host_device/tile_map.h) of mask_mod, in time that does not grow with the scores. What only rows or
-// only keys decide of the mask is computed for each of them, and of its values in a block the interval is kept (a
-// panel). The rest of the mask is computed by intervals once a tile: never wrong that a tile is hidden or shown whole,
-// though it may not see that one is.
+// The map of tiles (host_device/tile_map.h) of mask_mod, in time that does not grow with the number of scores: the
+// hulls of panels, then the state of each tile by these (maps/panel_hulls.cuh). A tile that is called hidden or shown
+// whole is; of one that is called partial intervals may not have shown that it is not.
 #include "kernel_config.h"  // first, as it includes attention/hulls.cuh
 #include "attention/pages.cuh"
-#include "attention/panel_hulls.cuh"
+#include "maps/fused_map.cuh"
 
-// All of it at once, where that takes less than two kernels one after the other.
-extern "C" __global__ void __launch_bounds__(256) fulgur_map_at_once(const __grid_constant__ TileMapParams p) {
+extern "C" __global__ void __launch_bounds__(256) fulgur_fused_map(const __grid_constant__ TileMapParams p) {
   let_next_kernel_start();
-  SeenWords map = p.expression.map, map_of_rows = map;
-  map.words = p.words, map_of_rows.words = p.words_of_rows;
-  make_maps(p, p.shape, map, map_of_rows, int(blockIdx.x));
+  make_fused_map(p, p.shape, p.words, p.words_of_rows, int(blockIdx.x));
 }
 
-// A warp takes a block of rows or a tile of keys.
+// A warp computes a block of rows or a tile of keys.
 extern "C" __global__ void __launch_bounds__(128) fulgur_panel_hulls(const __grid_constant__ TileMapParams p) {
   let_next_kernel_start();
   const MapShape& of = p.shape;

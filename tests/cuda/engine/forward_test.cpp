@@ -353,7 +353,7 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
 }
 
-// What rows and keys alone decide, then the map, then the kernel that walks over it.
+// The hulls of panels, then the map, then the kernel that reads it.
 TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
   ForwardCall call = forward_call({.sq = 1000, .sk = 5000, .hq = 8, .hk = 2});
   const auto run = [&](const char* mask) {
@@ -367,14 +367,14 @@ TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
   };
   run("q // 100 == k // 100");
   const auto map = params<TileMapParams>(1);
-  const kernels::SeenWords walked = params<ForwardParams>(2).expression.map;
-  EXPECT_EQ(walked.words, map.words);
+  const kernels::SeenWords read = params<ForwardParams>(2).expression.map;
+  EXPECT_EQ(read.words, map.words);
   EXPECT_EQ(map.shape.batches, 1);
   EXPECT_EQ(map.shape.heads, 1);
   EXPECT_EQ(map.shape.heads_of_map, 8);
-  EXPECT_EQ(walked.batch, 0);
-  EXPECT_EQ(walked.head, 0);
-  EXPECT_EQ(walked.block, (map.shape.key_tiles + 31) / 32);
+  EXPECT_EQ(read.batch, 0);
+  EXPECT_EQ(read.head, 0);
+  EXPECT_EQ(read.block, (map.shape.key_tiles + 31) / 32);
   run("q + b >= k - h");  // maps of sequences and heads
   const auto all = params<TileMapParams>(1);
   const kernels::SeenWords of_all = params<ForwardParams>(2).expression.map;
@@ -388,15 +388,15 @@ TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
   EXPECT_EQ(params<TileMapParams>(1).shape.heads_of_map, 4);
 }
 
-// Of short calls one kernel makes it, whose CTAs have four blocks of rows each.
-TEST_F(OnFakeGpu, MapsOfShortCallsAreMadeAtOnce) {
+// Of short calls one kernel makes the map, whose CTAs have four blocks of rows each.
+TEST_F(OnFakeGpu, MapsOfShortCallsAreFused) {
   ForwardCall call = forward_call({.sq = 1000, .sk = 3000, .hq = 8, .hk = 2, .d = 64});
   call.options.mask_mod = parse_expression("q + b >= k");
   const Plan plan = fulgur::plan(call.args, call.options);
   state_->launches.clear();
   plan.run(placed(call.args, kBase), call.run);
   ASSERT_EQ(state_->launches.size(), 2u);
-  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_map_at_once");
+  EXPECT_STREQ(state_->launches[0].kernel, "fulgur_fused_map");
   EXPECT_STREQ(state_->launches[1].kernel, "fulgur_forward");
   const auto map = params<TileMapParams>(0);
   EXPECT_EQ(map.shape.batches, 2);

@@ -62,7 +62,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_panel_hulls", sizeof(TileMapParams)},
     {"fulgur_pack_mask", sizeof(TileMapParams)},
     {"fulgur_tile_map", sizeof(TileMapParams)},
-    {"fulgur_map_at_once", sizeof(TileMapParams)},
+    {"fulgur_fused_map", sizeof(TileMapParams)},
     {"fulgur_map_of_rows", sizeof(TileMapParams)}};
 
 std::mutex launching;

@@ -1,11 +1,10 @@
-// What the kernels of a map of tiles (host_device/tile_map.h) share, whatever says which tiles are seen: blocks of rows
-// and tiles of keys, and the words of the map.
+// The words of a map of tiles (host_device/tile_map.h), made of the states of its tiles, whichever mask decides them.
 #pragma once
 #include "attention/mask.cuh"
 #include "device/dependent_launch.cuh"
 #include "host_device/tile_map.h"
 
-// Of a block, in their sequence. Both may be empty.
+// The rows of a block in their sequence; maybe none.
 __device__ __forceinline__ RowRange rows_of_block(const Lengths& n, int block) {
   if constexpr (kBlockStrips > 0)
     return {kStripRows * first_strip(n.sq, kBlockStrips, block),
@@ -14,11 +13,12 @@ __device__ __forceinline__ RowRange rows_of_block(const Lengths& n, int block) {
     return {kBlockRows * block, min(kBlockRows * (block + 1), n.sq)};
 }
 
+// The keys of a tile in their sequence; maybe none.
 __device__ __forceinline__ KeyRange keys_of_tile(const Lengths& n, int tile) {
   return {kBlockKeys * tile, min(kBlockKeys * (tile + 1), n.sk)};
 }
 
-// Whether some row of a block sees some key of a tile, the mask that is mapped apart.
+// Whether some row of a block sees some key of a tile by the bounds of the call alone.
 template <class Params>
 __device__ __forceinline__ bool band_shows(const Params& p, const Lengths& n, const RowRange& rows, int key_tile) {
   if (rows.begin >= rows.end) return false;
@@ -30,7 +30,14 @@ struct TileState {
   bool seen, partial;
 };
 
-// The span of a block's words; kNoSpan: of none.
+// The word of 32 tiles, of which each lane of a warp has one.
+__device__ __forceinline__ u64 map_word(int seen, int partial) {
+  const u64 low = __ballot_sync(0xffffffff, seen);
+  const u64 high = __ballot_sync(0xffffffff, partial);
+  return high << 32 | low;
+}
+
+// The span of a block: its tiles [begin, end), outside of which none is seen.
 struct Span {
   int begin, end;
   __device__ __forceinline__ void add(u32 seen, int word) {
@@ -46,8 +53,8 @@ struct Span {
 };
 constexpr Span kNoSpan = {0x7fffffff, 0};
 
-// The words of a map: a CTA takes a block, a warp a word, a lane a tile. state(map, row block, key tile) is that of a
-// tile.
+// Stores the words of a map: a CTA computes a block, a warp a word, a lane a tile. state(map, row block, key tile)
+// returns the TileState of a tile; `map` counts the maps of sequences and heads.
 template <class State>
 __device__ __forceinline__ void map_tiles(const TileMapParams& p, const State& state) {
   wait_for_earlier_kernels();
@@ -64,10 +71,9 @@ __device__ __forceinline__ void map_tiles(const TileMapParams& p, const State& s
   for (int at = warp; at < map_words(tiles); at += 4) {
     const int tile = 32 * at + lane;
     const TileState is = state(map, kMapByKeys ? tile : block, kMapByKeys ? block : tile);
-    const u32 seen = __ballot_sync(0xffffffff, is.seen);
-    const u64 partial = __ballot_sync(0xffffffff, is.partial);
-    if (lane == 0) words[at] = partial << 32 | seen;
-    span.add(seen, at);
+    const u64 word = map_word(is.seen, is.partial);
+    if (lane == 0) words[at] = word;
+    span.add(u32(word), at);
   }
   if (!has_span) return;
   __shared__ Span spans[4];
@@ -78,8 +84,8 @@ __device__ __forceinline__ void map_tiles(const TileMapParams& p, const State& s
   words[-1] = span.word();
 }
 
-// The words of blocks of rows from those of tiles of keys, kMapByKeys. A CTA takes 32 blocks of rows, a warp a word of
-// 32 tiles of keys of these; a lane has a tile, then a block.
+// Stores the words of a map by rows, which are those of a map by keys transposed. A CTA computes 32 blocks of rows, a
+// warp their words of 32 tiles of keys: a lane first has the word of a tile of keys, then that of a block of rows.
 __device__ __forceinline__ void map_rows(const TileMapParams& p) {
   wait_for_earlier_kernels();
   let_next_kernel_start();
@@ -100,9 +106,8 @@ __device__ __forceinline__ void map_rows(const TileMapParams& p) {
     u64 word = 0;
 #pragma unroll
     for (int row = 0; row < 32; ++row) {
-      const u64 seen = __ballot_sync(0xffffffff, mine >> row & 1);
-      const u64 partial = __ballot_sync(0xffffffff, mine >> (32 + row) & 1);
-      if (lane == row) word = partial << 32 | seen;
+      const u64 of_row = map_word(int(mine >> row & 1), int(mine >> (32 + row) & 1));
+      if (lane == row) word = of_row;
     }
     if (block < of.row_blocks) to[keys] = word;
     span.add(u32(word), keys);
