@@ -28,7 +28,7 @@ std::string DistributedPlan::explain() const { return impl_->explain(); }
 
 namespace {
 
-/// The plan of a call, of an earlier one like it where all ranks have that.
+/// The plan of a call: that of an earlier equal call, if all ranks have it.
 template <class Args>
 DistributedPlan plan_of(const Args& args, const Options& options, const Group& group,
                         const Distribution& distribution) {
@@ -36,7 +36,7 @@ DistributedPlan plan_of(const Args& args, const Options& options, const Group& g
   std::string key = distributed::key_of(args, options, distribution);
   const auto known = impl.plans.find(key);
   if (known && impl.all_have(known->number)) return known->plan;
-  // The group has the plan, and not the other way round.
+  // The group owns the plan, so the plan must not own the group.
   const Group unowned(std::shared_ptr<Group::Impl>(std::shared_ptr<void>(), &impl));
   const DistributedPlan made = plan(args, options, unowned, distribution);
   impl.plans.keep(std::move(key), {impl.agreements(), made});

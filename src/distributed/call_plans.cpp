@@ -36,7 +36,7 @@ class Key {
       add(t.strides[i]);
     }
   }
-  /// Plans know the values of lengths, which are checked when they are made.
+  /// The values of lengths belong to the key, because a plan is made for them.
   void add_lengths(const ConstTensor& t) {
     if (t.data == nullptr || !on_host(t) || t.dtype != DType::kI32 || t.rank != 1) return;
     const auto* const values = static_cast<const int32_t*>(t.data);
@@ -79,7 +79,7 @@ std::string bytes_of(const Args& args, const Options& options, const Distributio
   key.add(threads);
   key.add(engine);
   key.add(algorithm);
-  key.add(origin != Origin{});  // which is refused
+  key.add(origin != Origin{});  // such calls are rejected
   const auto add = [&](const TensorRule&, const auto& t) { key.add_layout(t); };
   for_each_tensor(add, args);
   if constexpr (std::is_same_v<Args, ForwardArgs>) for_each_tensor(add, args.append);

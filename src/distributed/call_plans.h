@@ -1,5 +1,5 @@
-/// The plans of a group's calls that were made without one, so that a call like an earlier one asks
-/// only whether all ranks have its plan.
+/// A cache of the plans of calls that a group makes without a plan. For a call like an earlier one
+/// the ranks only agree that all of them have its plan.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +12,19 @@
 
 namespace fulgur::distributed {
 
-/// All that a plan of a call on this rank depends on, as bytes. `Args`: ForwardArgs, BackwardArgs.
+/// Everything that the plan of a call on this rank depends on, as bytes. `Args`: ForwardArgs or
+/// BackwardArgs.
 template <class Args>
 std::string key_of(const Args& args, const Options& options, const Distribution& distribution);
 
-/// A plan, and its number among what the ranks have agreed about, which they count alike: those who
-/// have the same one have planned together.
+/// A plan and the number of the agreement of all ranks in which it was made. All ranks count
+/// agreements alike, so plans of the same number belong together.
 struct NumberedPlan {
   uint64_t number = 0;
   DistributedPlan plan;
 };
 
-/// The latest ones.
+/// The plans that were used last.
 class CallPlans {
  public:
   std::optional<NumberedPlan> find(const std::string& key);
@@ -34,7 +35,7 @@ class CallPlans {
     std::string key;
     NumberedPlan plan;
   };
-  std::list<Entry> entries_;  ///< the last used first
+  std::list<Entry> entries_;  ///< in the order of their last use, the latest first
 };
 
 }  // namespace fulgur::distributed

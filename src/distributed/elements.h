@@ -1,4 +1,4 @@
-/// Elements of tensors in the host's memory, one by one.
+/// Access to the elements of tensors in host memory, one by one.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace fulgur::distributed {
 
-/// Calls visit(offset in x, offset in y) for all elements of tensors of one shape.
+/// Calls visit(offset in x, offset in y) for all elements of two tensors of the same shape.
 template <int kDim = 0, class Visit>
 void each_element(const ConstTensor& x, const ConstTensor& y, const Visit& visit, int64_t at_x = 0,
                   int64_t at_y = 0) {

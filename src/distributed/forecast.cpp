@@ -9,12 +9,12 @@
 namespace fulgur {
 namespace {
 
-/// Bytes that a rank receives, by link.
+/// Bytes that a rank receives over each kind of link.
 struct Traffic {
   double in_node = 0, between = 0;
 
   double bytes() const { return in_node + between; }
-  /// Both links work at once, and all messages of a step are on their way together.
+  /// Both kinds of links transfer at the same time, and all messages of a step are sent together.
   double seconds(const Ranks& ranks) const {
     const auto of = [](double bytes, const Link& link) {
       return bytes == 0 ? 0 : bytes / link.bytes_per_second + link.seconds;
@@ -23,9 +23,9 @@ struct Traffic {
   }
 };
 
-/// The sizes of a call, in bytes of all its rows.
+/// The bytes of all rows of the tensors of a call.
 struct WholeCall {
-  double q, kv, out, lse, sums;  // sums: of dK and dV, in f32 where q has 16 bits
+  double q, kv, out, lse, sums;  // sums: dK and dV, in f32 if q has 16 bits
   int64_t hk;
   bool backward, on_host, invariant;
   double seconds;  // on one device
@@ -56,11 +56,11 @@ WholeCall whole_call(const Plan& plan) {
           .seconds = details.get<double>("estimate_us") * 1e-6};
 }
 
-/// `bytes` of each rank to the L of its node that share out heads, of which each takes a part.
+/// Each rank sends an L-th of `bytes` to each of the L ranks of its node, which divide the heads.
 Traffic exchange(double bytes, double L) { return {.in_node = bytes * (L - 1) / L}; }
 
-/// Rows of all ranks, of which a rank needs the part 1 / L: what others of the node, beyond those
-/// that share out heads with it, have, and all other nodes.
+/// A rank gathers an L-th of the rows of all ranks: from its node, except from the L ranks that
+/// divide the heads with it, and from all other nodes.
 Traffic gather(double bytes, double L, const Ranks& ranks) {
   const double N = ranks.count, M = std::max<double>(L, ranks.node);
   return {.in_node = bytes / L * (M - L) / N, .between = bytes / L * (N - M) / N};
@@ -70,10 +70,10 @@ Traffic operator+(const Traffic& a, const Traffic& b) {
   return {a.in_node + b.in_node, a.between + b.between};
 }
 
-/// Rows gathered by the heads that a rank has: what a DistributedPlan does.
+/// A rank gathers the rows of its heads, as a DistributedPlan does.
 Forecast by_gather(const WholeCall& s, const Ranks& ranks, int head_ranks) {
   const double N = ranks.count, L = head_ranks;
-  const double rows = s.q + (s.backward ? 2 * s.out + s.lse : 0);  // that come with queries
+  const double rows = s.q + (s.backward ? 2 * s.out + s.lse : 0);  // transferred with queries
   const bool gathers_queries = s.backward && s.invariant;
   const Traffic fetched =
       exchange((rows + s.kv) / N, L) + gather(s.kv + (gathers_queries ? rows : 0), L, ranks);
@@ -104,13 +104,13 @@ Forecast by_gather(const WholeCall& s, const Ranks& ranks, int head_ranks) {
                  ? 2 * (2 * s.kv + rows + s.q) / L
                  : 2 * (s.kv / L + (s.backward ? s.sums / L : 0)) / steps + (rows + s.out) / N;
   f.compute = compute;
-  // The first rows to come and the last ones to go, and what a step's products do not hide.
+  // The first rows fetched and the last ones returned, and what computation does not hide.
   f.exposed = fetch + give + (steps - 1) * std::max(0.0, fetch + give - compute / steps);
   f.efficiency = compute / (compute + f.exposed);
   return f;
 }
 
-/// Keys that go round, and with them sums of their gradients.
+/// Keys pass from rank to rank, and with them the sums of their gradients.
 Forecast by_ring(const WholeCall& s, const Ranks& ranks) {
   const double N = ranks.count, hop = (s.kv + (s.backward ? s.sums : 0)) / N;
   const Link& link = ranks.count > ranks.node ? ranks.between : ranks.in_node;
@@ -149,7 +149,7 @@ std::vector<Forecast> forecast(const Plan& plan, const Ranks& ranks) {
       ways.push_back(by_gather(call, all, L));
     }
   }
-  if (!call.invariant) ways.push_back(by_ring(call, all));  // which has other bits
+  if (!call.invariant) ways.push_back(by_ring(call, all));  // its results depend on the ranks
   return ways;
 }
 

@@ -22,7 +22,7 @@ namespace {
 using distributed::Fields;
 using distributed::Transport;
 
-/// The caller's function.
+/// A transport that calls the caller's function.
 class Callback final : public Transport {
  public:
   explicit Callback(Exchange exchange) : exchange_(std::move(exchange)) {}
@@ -36,18 +36,18 @@ class Callback final : public Transport {
   Exchange exchange_;
 };
 
-/// A process alone.
-class Nobody final : public Transport {
+/// The transport of a group of one rank, which exchanges nothing.
+class SingleRank final : public Transport {
  public:
   void exchange(std::span<const std::span<const std::byte>>,
                 std::span<const std::span<std::byte>>) override {}
   void abort(const std::string&) override {}
 };
 
-/// What a rank begins with that has a plan of its call.
+/// The beginning of the text of a rank that has the plan of its call.
 constexpr char kPlan[] = "plan ";
 
-/// A number of the environment.
+/// The number in an environment variable.
 std::optional<int> number(const char* name) {
   const char* const text = std::getenv(name);
   if (text == nullptr) return std::nullopt;
@@ -86,7 +86,7 @@ Group Group::from_env(double deadline) {
 Group Group::connect(int rank, int ranks, const std::string& host, int port, double deadline) {
   distributed::check_rank(rank, ranks);
   if (!(deadline > 0)) fail("deadline", "got {}, want a number of seconds > 0", deadline);
-  if (ranks == 1) return Group(std::make_shared<Impl>(0, 1, std::make_unique<Nobody>()));
+  if (ranks == 1) return Group(std::make_shared<Impl>(0, 1, std::make_unique<SingleRank>()));
   return Group(std::make_shared<Impl>(
       rank, ranks, distributed::connect_sockets(rank, ranks, host, port, deadline)));
 }
@@ -153,7 +153,7 @@ void Group::Impl::check_bytes(int of_rank, int64_t bytes, int64_t want) const {
 }
 
 std::vector<std::string> Group::Impl::gather(const std::string& text) {
-  // The sizes come with as much as most texts have.
+  // The first step carries the sizes and the first bytes, which are all of most texts.
   constexpr size_t kFirst = 4096;
   struct First {
     uint64_t size;
@@ -195,7 +195,7 @@ bool Group::Impl::all_have(uint64_t plan) {
 std::vector<std::vector<int64_t>> Group::Impl::agree(const std::optional<Error>& error,
                                                      const Fields& fields,
                                                      const std::vector<int64_t>& numbers) {
-  // A line each: the status, the message, the numbers, then names and values.
+  // One line for each of: the status, the message, the numbers, then names and values.
   std::string text = fmt::format(
       "{}\n{}\n{}\n", error ? static_cast<int>(error->status()) : static_cast<int>(Status::kOk),
       error ? error->what() : "", fmt::join(numbers, " "));
@@ -204,7 +204,8 @@ std::vector<std::vector<int64_t>> Group::Impl::agree(const std::optional<Error>&
   std::vector<std::vector<std::string>> lines(ranks);
   std::vector<std::string> texts = gather(text);
   const auto has_plan = [](const std::string& of) { return of.starts_with(kPlan); };
-  if (std::ranges::any_of(texts, has_plan)) texts = gather(text);  // they know by now
+  if (std::ranges::any_of(texts, has_plan))
+    texts = gather(text);  // other ranks know now that one lacks the plan
   for (int r = 0; r < ranks; ++r) {
     std::istringstream all(texts[r]);
     for (std::string line; std::getline(all, line);) lines[r].push_back(line);

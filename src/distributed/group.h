@@ -1,4 +1,4 @@
-/// What the processes of a group say to each other, whatever carries it.
+/// What the processes of a group exchange, over any transport.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,7 @@ namespace fulgur::distributed {
 /// Names and values that must be the same on all ranks, in a fixed order.
 using Fields = std::vector<std::pair<std::string, std::string>>;
 
-/// Throws Error(kInvalidArgument) where there is no such rank.
+/// Throws Error(kInvalidArgument) unless 0 <= rank < ranks.
 void check_rank(int rank, int ranks);
 
 }  // namespace fulgur::distributed
@@ -35,41 +35,41 @@ struct Group::Impl {
 
   const int rank, ranks;
 
-  /// A step of all ranks. Throws Error(kUnavailable), by which the group is dead.
+  /// A step in which all ranks exchange bytes. Throws Error(kUnavailable); the group is dead then.
   void exchange(std::span<const std::span<const std::byte>> sends,
                 std::span<const std::span<std::byte>> receives);
-  /// This rank makes no further step: the others need not wait for one.
+  /// Ends this rank's part in the group, so that the other ranks do not wait for its next step.
   void leave(const std::string& why);
   std::string dead() const;
 
-  /// What carries memory of GPUs; null: ranks open each other's.
-  distributed::GpuTransport* of_gpus() const { return transport_->of_gpus(); }
+  /// The transport of GPU memory; null: ranks open each other's memory.
+  distributed::GpuTransport* gpu_transport() const { return transport_->gpu_transport(); }
 
-  /// A value of every other rank: to rank r goes mine[r].
+  /// Sends mine[r] to each other rank r. Returns the values of all other ranks for this one.
   template <class T>
-  std::vector<T> tell(const std::vector<T>& mine);
-  /// Waits until all ranks have come here.
-  void meet() { tell(std::vector<std::byte>(ranks)); }
-  /// Throws Error(kUnavailable) where a rank has other bytes for this one than it wants.
+  std::vector<T> all_to_all(const std::vector<T>& mine);
+  /// Waits until all ranks have called it.
+  void barrier() { all_to_all(std::vector<std::byte>(ranks)); }
+  /// Throws Error(kUnavailable) unless a rank sends as many bytes as this rank wants.
   void check_bytes(int of_rank, int64_t bytes, int64_t want) const;
 
-  /// The texts of all ranks.
+  /// Returns the texts of all ranks.
   std::vector<std::string> gather(const std::string& text);
-  /// Throws, on all ranks alike, where any of them has an error, or where fields are not the same
-  /// on all. Returns the numbers of all ranks.
+  /// Throws the same error on all ranks if any rank has one, or if fields differ between ranks.
+  /// Returns the numbers of all ranks.
   std::vector<std::vector<int64_t>> agree(const std::optional<Error>& error,
                                           const distributed::Fields& fields,
                                           const std::vector<int64_t>& numbers);
-  /// How often ranks have been asked to agree: the same on all.
+  /// The number of calls of agree(), the same on all ranks.
   uint64_t agreements() const { return agreements_; }
-  /// Whether all ranks ask for this plan. A rank that has none agrees about a new one meanwhile, so
-  /// that all have to where they do not.
+  /// Whether all ranks have this plan. A rank that lacks it calls agree() for a new plan instead,
+  /// so if the result is false, all ranks have to make a new one.
   bool all_have(uint64_t plan);
 
-  /// Of calls that were made without a plan.
+  /// The plans of calls that were made without one.
   distributed::CallPlans plans;
 
-  /// Of the devices that plans have computed on: memory_of().
+  /// The memories of the devices that plans have computed on: memory_of().
   std::map<std::pair<DeviceType, int>, std::unique_ptr<distributed::Memory>> memories;
 
  private:
@@ -81,7 +81,7 @@ struct Group::Impl {
 };
 
 template <class T>
-std::vector<T> Group::Impl::tell(const std::vector<T>& mine) {
+std::vector<T> Group::Impl::all_to_all(const std::vector<T>& mine) {
   std::vector<T> theirs(ranks);
   std::vector<std::span<const std::byte>> sends(ranks);
   std::vector<std::span<std::byte>> receives(ranks);

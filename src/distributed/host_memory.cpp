@@ -22,7 +22,7 @@ void add_lines(const Lines& x) {
   }
 }
 
-/// Rounds f32 to 16 bits; columns lie side by side.
+/// Rounds f32 to 16 bits, where columns are contiguous.
 template <uint16_t (*kRound)(float)>
 void round_rows(const Part& from, const Part& to) {
   for (int64_t b = 0; b < from.shape[0]; ++b) {
@@ -57,15 +57,15 @@ void OnHost<Interface>::copy(const Part& from, const Part& to) {
 
 template <class Interface>
 void OnHost<Interface>::sum(const Part& from, const Part& with, const Part& to) {
-  if (with != to) {  // by rows that stay in a cache
+  if (with != to) {  // by few rows at a time, which stay in the CPU's cache
     constexpr int64_t kRows = 64;
-    std::vector<std::byte> room;
+    std::vector<std::byte> buffer;
     for (int64_t row = 0; row < from.shape[1]; row += kRows) {
       const auto some = [&](const Part& x) {
         return x.rows(row, std::min(kRows, from.shape[1] - row));
       };
-      room.resize(some(from).bytes());
-      const Part sums = some(from).packed(room.data());
+      buffer.resize(some(from).bytes());
+      const Part sums = some(from).packed(buffer.data());
       copy(some(from), sums);
       sum(some(with), sums, sums);
       round(sums, some(to));
@@ -86,12 +86,12 @@ void OnHost<Interface>::sum(const Part& from, const Part& with, const Part& to) 
 
 template <class Interface>
 void OnHost<Interface>::round(const Part& from, const Part& to) {
-  const bool side_by_side = from.strides[3] == 1 && to.strides[3] == 1;  // columns
-  if (side_by_side && from.dtype == to.dtype) return copy(from, to);
-  if (side_by_side && from.dtype == DType::kF32 && to.dtype == DType::kBF16) {
+  const bool contiguous = from.strides[3] == 1 && to.strides[3] == 1;
+  if (contiguous && from.dtype == to.dtype) return copy(from, to);
+  if (contiguous && from.dtype == DType::kF32 && to.dtype == DType::kBF16) {
     return round_rows<bf16_from_f32>(from, to);
   }
-  if (side_by_side && from.dtype == DType::kF32 && to.dtype == DType::kF16) {
+  if (contiguous && from.dtype == DType::kF32 && to.dtype == DType::kF16) {
     return round_rows<f16_from_f32>(from, to);
   }
   convert(from.tensor(), to.tensor());
@@ -112,12 +112,12 @@ void OnHost<Interface>::upload(void* to, const void* from, int64_t bytes) {
   std::memcpy(to, from, bytes);
 }
 
-template class OnHost<Order>;
+template class OnHost<Queue>;
 template class OnHost<Memory>;
 
 HostMemory::HostMemory(Group::Impl& group) : group_(group), others_(group.ranks) {
   if (group.ranks == 1) return;
-  SharedRoom mine;
+  SharedMemory mine;
   bool opened = true;
   const auto trial = [&](const auto& of) {
     try {
@@ -127,15 +127,15 @@ HostMemory::HostMemory(Group::Impl& group) : group_(group), others_(group.ranks)
     }
   };
   trial([&] {
-    mine = SharedRoom::make(sizeof(SharedRoom::Name));
-    std::memcpy(mine.data(), &mine.name(), sizeof(SharedRoom::Name));
+    mine = SharedMemory::make(sizeof(SharedMemory::Name));
+    std::memcpy(mine.data(), &mine.name(), sizeof(SharedMemory::Name));
   });
-  const auto theirs = group.tell(std::vector(group.ranks, mine.name()));
+  const auto theirs = group.all_to_all(std::vector(group.ranks, mine.name()));
   for (int r = 0; r < group.ranks; ++r) {
     if (r == group.rank) continue;
     trial([&] {
-      const SharedRoom room = SharedRoom::open(theirs[r], sizeof(SharedRoom::Name));
-      opened &= std::memcmp(room.data(), &theirs[r], sizeof(SharedRoom::Name)) == 0;
+      const SharedMemory buffer = SharedMemory::open(theirs[r], sizeof(SharedMemory::Name));
+      opened &= std::memcmp(buffer.data(), &theirs[r], sizeof(SharedMemory::Name)) == 0;
       opened &= theirs[r] != mine.name();
     });
   }
@@ -143,62 +143,63 @@ HostMemory::HostMemory(Group::Impl& group) : group_(group), others_(group.ranks)
   one_machine_ = std::ranges::all_of(all, [](const auto& of_rank) { return of_rank[0] == 1; });
 }
 
-std::byte* HostMemory::room(Use use, int64_t bytes) {
+std::byte* HostMemory::buffer(Use use, int64_t bytes) {
   if (use == kSends && one_machine_) {
-    SharedRoom& room = sends_[turn_];
-    if (room.bytes() < bytes || room.data() == nullptr) {
-      room = SharedRoom::make(std::max<int64_t>(bytes, 1 << 16));
+    SharedMemory& buffer = sends_[turn_];
+    if (buffer.bytes() < bytes || buffer.data() == nullptr) {
+      buffer = SharedMemory::make(std::max<int64_t>(bytes, 1 << 16));
       fresh_ = true;
     }
-    return room.data();
+    return buffer.data();
   }
-  Room& room = rooms_[use];
-  if (room.data == nullptr || room.bytes < bytes) {
-    room = {};
-    room = {std::unique_ptr<std::byte[]>(new std::byte[bytes + kAlignment]), bytes};
+  Buffer& buffer = buffers_[use];
+  if (buffer.data == nullptr || buffer.bytes < bytes) {
+    buffer = {};
+    buffer = {std::unique_ptr<std::byte[]>(new std::byte[bytes + kAlignment]), bytes};
   }
-  const auto address = reinterpret_cast<uintptr_t>(room.data.get());
-  return room.data.get() + (kAlignment - address % kAlignment);
+  const auto address = reinterpret_cast<uintptr_t>(buffer.data.get());
+  return buffer.data.get() + (kAlignment - address % kAlignment);
 }
 
 std::vector<std::span<std::byte>> HostMemory::exchange(
     Use, std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
     std::span<const std::vector<Place>>) {
   if (!one_machine_) {
-    const auto receives = room_to_receive(bytes);
+    const auto receives = receive_buffers(bytes);
     group_.exchange(sends, receives);
     return receives;
   }
-  const SharedRoom& room = sends_[turn_];
+  const SharedMemory& buffer = sends_[turn_];
   std::vector<Offer> mine(group_.ranks);
   for (int r = 0; r < group_.ranks; ++r) {
-    mine[r] = {room.name(), room.bytes(), sends[r].empty() ? 0 : sends[r].data() - room.data(),
-               std::ssize(sends[r]), fresh_};
+    mine[r] = {buffer.name(), buffer.bytes(),
+               sends[r].empty() ? 0 : sends[r].data() - buffer.data(), std::ssize(sends[r]),
+               fresh_};
   }
   bool fresh = std::exchange(fresh_, false);
-  const std::vector<Offer> theirs = group_.tell(mine);
+  const std::vector<Offer> theirs = group_.all_to_all(mine);
   std::vector<std::span<std::byte>> receives(group_.ranks);
   for (int r = 0; r < group_.ranks; ++r) {
     if (r == group_.rank) continue;
     const Offer& offer = theirs[r];
     group_.check_bytes(r, offer.bytes, bytes[r]);
-    SharedRoom& other = others_[r][turn_];
-    if (other.name() != offer.room) other = SharedRoom::open(offer.room, offer.size);
+    SharedMemory& other = others_[r][turn_];
+    if (other.name() != offer.buffer) other = SharedMemory::open(offer.buffer, offer.size);
     receives[r] = {other.data() + offer.offset, static_cast<size_t>(offer.bytes)};
     fresh |= offer.fresh;
   }
-  if (fresh) group_.meet();  // a rank that ends now has been opened by all
+  if (fresh) group_.barrier();  // after it all ranks have opened new buffers, and each may end
   turn_ = 1 - turn_;
   return receives;
 }
 
 void HostMemory::reserve(int64_t bytes, int64_t of_work) {
-  reserve(common_, bytes);
+  reserve(shared_, bytes);
   reserve(work_, of_work);
 }
 
-void HostMemory::reserve(std::span<SharedRoom> rooms, int64_t bytes) {
-  if (!one_machine_ || rooms[0].bytes() >= bytes) return;
+void HostMemory::reserve(std::span<SharedMemory> buffers, int64_t bytes) {
+  if (!one_machine_ || buffers[0].bytes() >= bytes) return;
   std::optional<Error> error;
   const auto trial = [&](const auto& of) {
     try {
@@ -210,31 +211,31 @@ void HostMemory::reserve(std::span<SharedRoom> rooms, int64_t bytes) {
   std::vector<int64_t> names;
   trial([&] {
     if (group_.rank != 0) return;
-    for (SharedRoom& room : rooms) {
-      room = SharedRoom::make(bytes);
-      const SharedRoom::Name& name = room.name();
-      names.insert(names.end(), {name.process, name.file, name.mark});
+    for (SharedMemory& buffer : buffers) {
+      buffer = SharedMemory::make(bytes);
+      const SharedMemory::Name& name = buffer.name();
+      names.insert(names.end(), {name.process, name.file, name.id});
     }
   });
   const std::vector<int64_t> made = group_.agree(error, {}, names)[0];
   trial([&] {
     if (group_.rank == 0) return;
-    for (size_t i = 0; i < rooms.size(); ++i) {
-      rooms[i] = SharedRoom::open({made[3 * i], made[3 * i + 1], made[3 * i + 2]}, bytes);
+    for (size_t i = 0; i < buffers.size(); ++i) {
+      buffers[i] = SharedMemory::open({made[3 * i], made[3 * i + 1], made[3 * i + 2]}, bytes);
     }
   });
   group_.agree(error, {}, {});
 }
 
-std::byte* HostMemory::common() {
-  next_common_ = (next_common_ + 1) % kInCommon;
-  return common_[next_common_].data();
+std::byte* HostMemory::shared_buffer() {
+  next_shared_ = (next_shared_ + 1) % kSharedBuffers;
+  return shared_[next_shared_].data();
 }
 
-void HostMemory::meet() { group_.meet(); }
+void HostMemory::barrier() { group_.barrier(); }
 
-std::unique_ptr<Order> HostMemory::computing(const Run&) {
-  return std::make_unique<OnHost<Order>>();
+std::unique_ptr<Queue> HostMemory::compute_queue(const Run&) {
+  return std::make_unique<OnHost<Queue>>();
 }
 
 }  // namespace fulgur::distributed

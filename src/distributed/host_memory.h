@@ -1,4 +1,5 @@
-/// Memory of the host: all is done at once. Ranks of one machine read each other's.
+/// Host memory, whose operations are complete when they return. Ranks of one machine read each
+/// other's memory.
 #pragma once
 
 #include <array>
@@ -8,68 +9,68 @@
 
 #include "distributed/group.h"
 #include "distributed/memory.h"
-#include "distributed/transport/shared_room.h"
+#include "distributed/transport/shared_memory.h"
 
 namespace fulgur::distributed {
 
-/// Operations of the thread that calls.
+/// Operations by the calling thread.
 template <class Interface>
 class OnHost : public Interface {
  public:
-  using typename Interface::Mark;
+  using typename Interface::Event;
   void copy(const Part& from, const Part& to) override;
   void sum(const Part& from, const Part& with, const Part& to) override;
   void round(const Part& from, const Part& to) override;
   void clear(const Part& part) override;
   void download(void* to, const void* from, int64_t bytes) override;
   void upload(void* to, const void* from, int64_t bytes) override;
-  Mark mark() override { return nullptr; }
-  void after(const Mark&) override {}
-  void finish() override {}
+  Event record() override { return nullptr; }
+  void wait(const Event&) override {}
+  void synchronize() override {}
 };
 
 class HostMemory final : public OnHost<Memory> {
  public:
-  /// Collective.
+  /// Collective: all ranks construct it together.
   explicit HostMemory(Group::Impl& group);
-  std::byte* room(Use use, int64_t bytes) override;
+  std::byte* buffer(Use use, int64_t bytes) override;
   std::vector<std::span<std::byte>> exchange(Use from,
                                              std::span<const std::span<const std::byte>> sends,
                                              std::span<const int64_t> receives,
                                              std::span<const std::vector<Place>> places) override;
-  void settle() override {}
-  std::unique_ptr<Order> computing(const Run& run) override;
-  bool has_common() const override { return one_machine_; }
+  void complete_transfers() override {}
+  std::unique_ptr<Queue> compute_queue(const Run& run) override;
+  bool has_shared_buffers() const override { return one_machine_; }
   void reserve(int64_t bytes, int64_t of_work) override;
-  std::byte* common() override;
-  std::byte* work() override { return work_[0].data(); }
-  void meet() override;
+  std::byte* shared_buffer() override;
+  std::byte* work_buffer() override { return work_[0].data(); }
+  void barrier() override;
 
  private:
-  struct Room {
+  struct Buffer {
     std::unique_ptr<std::byte[]> data;
     int64_t bytes = 0;
   };
-  /// What a rank says of the bytes that it has for another one.
+  /// Where a rank finds the bytes that another rank has for it.
   struct Offer {
-    SharedRoom::Name room;
+    SharedMemory::Name buffer;
     int64_t size = 0, offset = 0, bytes = 0;
-    bool fresh = false;  ///< others have not opened the room yet
+    bool fresh = false;  ///< other ranks have not opened the buffer yet
   };
 
-  void reserve(std::span<SharedRoom> rooms, int64_t bytes);
+  void reserve(std::span<SharedMemory> buffers, int64_t bytes);
 
   Group::Impl& group_;
-  bool one_machine_ = false;  ///< all ranks open each other's memory
-  std::array<Room, kUses> rooms_;
-  /// kSends in turn: a rank that comes to the next exchange has read what there was in this one.
-  std::array<SharedRoom, 2> sends_;
+  bool one_machine_ = false;  ///< all ranks can open each other's memory
+  std::array<Buffer, kUses> buffers_;
+  /// kSends by turns: a rank that begins the next exchange has read the data of this one.
+  std::array<SharedMemory, 2> sends_;
   int turn_ = 0;
-  bool fresh_ = false;                             ///< the room of this turn
-  std::vector<std::array<SharedRoom, 2>> others_;  ///< kSends of other ranks
-  std::array<SharedRoom, kInCommon> common_;
-  int next_common_ = 0;
-  std::array<SharedRoom, 1> work_;
+  bool fresh_ = false;                               ///< the buffer of this turn is new
+  std::vector<std::array<SharedMemory, 2>> others_;  ///< kSends of the other ranks
+  std::array<SharedMemory, kSharedBuffers> shared_;
+  int next_shared_ = 0;
+  std::array<SharedMemory, 1> work_;
 };
 
 }  // namespace fulgur::distributed

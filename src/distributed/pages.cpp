@@ -16,7 +16,7 @@
 
 namespace fulgur::distributed {
 
-/// Each query as a sequence of its own: which of the keys on this rank it sees.
+/// The keys on this rank that each query sees, where each query is a sequence of its own.
 struct PagesPlan::Rows {
   std::vector<int32_t> first, end, diagonal;
 };
@@ -29,11 +29,11 @@ Tensor contiguous(const Part& x, std::initializer_list<int64_t> shape) {
   return t;
 }
 
-/// Rows that lie side by side, with each query as a sequence of its own, and their LSE.
+/// Contiguous rows, and their LSE, with each query as a sequence of its own.
 Tensor by_rows(const Part& x) { return contiguous(x, {x.shape[1], 1, x.shape[2], x.shape[3]}); }
 Tensor lse_by_rows(const Part& x) { return contiguous(x, {x.shape[1], x.shape[2], 1}); }
 
-/// The rows of all sequences as those of one, where they lie at one distance: less to copy.
+/// The rows of all sequences as one sequence, if all rows have the same stride: copies are larger.
 Part as_one(const Part& x) {
   const auto& [batches, rows, heads, dim] = x.shape;
   if (rows != 1 && x.strides[0] != rows * x.strides[1]) return x;
@@ -43,7 +43,7 @@ Part as_one(const Part& x) {
   return one;
 }
 
-/// Rows that lie side by side, as those of the sequences of another part.
+/// Contiguous rows with the shape of another part.
 Part like(const Part& other, const Part& x) {
   const int64_t rows = other.shape[1], heads = x.shape[2], dim = x.shape[3];
   Part part = x;
@@ -55,10 +55,10 @@ Part like(const Part& other, const Part& x) {
 }  // namespace
 
 struct PagesPlan::Memory {
-  Part q, out, lse;              // of all heads, over the keys of this rank
-  std::vector<Part> outs, lses;  // of some heads, from all ranks
+  Part q, out, lse;              // all heads, over the keys of this rank
+  std::vector<Part> outs, lses;  // the heads that this rank merges, from all ranks
   Part merged, merged_lse;
-  Part table, diagonal, first;  // of queries: pages, and Rows
+  Part table, diagonal, first;  // for each query: its pages, and its Rows
 
   Memory(const PagesPlan& plan, StepMemory arena) {
     const Problem& p = plan.problem_;
@@ -111,7 +111,7 @@ void check_by_page(const ForwardArgs& args, const Options& options,
   if (used.given() && !on_host(used)) fail("seqused_k", "got {}, want cpu", name_of(used.device));
 }
 
-/// What a call of queries as sequences of their own cannot have for each sequence of the batch.
+/// Rejects descales of each sequence, which a call with queries as sequences cannot have.
 void check_scales(const ForwardArgs& args, const Problem& p) {
   const Descales& d = args.descales;
   for (const auto& [name, t] :
@@ -123,8 +123,8 @@ void check_scales(const ForwardArgs& args, const Problem& p) {
   }
 }
 
-/// ALiBi by the places that keys have among those of all ranks. Page j of this rank is page
-/// j * ranks + rank of the sequence.
+/// ALiBi by the positions of keys among those of all ranks: page j of this rank is page
+/// j * ranks + rank of its sequence.
 Expr alibi(const ConstTensor& slopes, int64_t sq, int64_t page, int rank, int ranks) {
   using namespace symbols;
   const auto literal = [](int64_t n) { return Expr(static_cast<int32_t>(n)); };
@@ -169,7 +169,7 @@ Heads PagesPlan::heads(int rank) const {
 
 int64_t PagesPlan::keys_before(int64_t key) const {
   const int64_t size = problem_.cache.page, page = key / size;
-  const int64_t pages = (page - me_ + ranks_ - 1) / ranks_;  // those before it that are here
+  const int64_t pages = (page - me_ + ranks_ - 1) / ranks_;  // earlier pages that lie on this rank
   return pages * size + (page % ranks_ == me_ ? key % size : 0);
 }
 
@@ -206,21 +206,21 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
   const Problem& p = problem_;
   const int64_t n = rows();
   if (n == 0) return;
-  const std::unique_ptr<Order> order = transfers_->computing(run);
-  transfers_->after(order->mark());
-  std::byte* const room = transfers_->room(distributed::Memory::kStep, workspace_bytes());
-  order->after(transfers_->mark());
-  const Memory memory(*this, StepMemory(room, p.device));
+  const std::unique_ptr<Queue> queue = transfers_->compute_queue(run);
+  transfers_->wait(queue->record());
+  std::byte* const buffer = transfers_->buffer(distributed::Memory::kStep, workspace_bytes());
+  queue->wait(transfers_->record());
+  const Memory memory(*this, StepMemory(buffer, p.device));
   Rows of_rows = rows_of(args);
   const auto numbers = [](std::vector<int32_t>& of, std::initializer_list<int64_t> shape) {
     return ConstTensor::contiguous(of.data(), DType::kI32, shape);
   };
   const auto placed = [&](const std::vector<int32_t>& of, const Part& at) {
-    order->upload(at.data, of.data(), at.bytes());
+    queue->upload(at.data, of.data(), at.bytes());
     return contiguous(at, {n});
   };
   const Part queries = as_one(Part::of_rows(args.q));
-  order->round(queries, like(queries, memory.q));
+  queue->round(queries, like(queries, memory.q));
 
   ForwardArgs call;
   call.q = by_rows(memory.q);
@@ -237,13 +237,13 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
                           {p.batch, p.sq, 1, table.shape[1]},
                           {table.strides[0], 0, 0, 1},
                           table.device};
-    order->copy(of_queries, like(of_queries, memory.table));
+    queue->copy(of_queries, like(of_queries, memory.table));
     call.cache.page_table = contiguous(memory.table, {n, table.shape[1]});
   }
   call.cache.leftpad_k = numbers(of_rows.first, {n});
   call.lengths.seqused_k = numbers(of_rows.end, {n});
   std::vector<float> sinks(p.hq);
-  if (me_ == 0 && args.sinks.given()) {  // they join the softmax once
+  if (me_ == 0 && args.sinks.given()) {  // only rank 0 adds them to the softmax
     call.sinks = args.sinks;
     if (p.device == Device{}) {
       const Tensor own = Tensor::contiguous(sinks.data(), DType::kF32, {p.hq});
@@ -264,7 +264,7 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
   fulgur::forward(call, options, run);
 
   Group::Impl& group = group_.impl();
-  transfers_->after(order->mark());
+  transfers_->wait(queue->record());
   Shipment partials(group, *transfers_);
   for (int r = 0; r < ranks_; ++r) {
     for (const auto& [all, from] :
@@ -274,7 +274,7 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
     }
   }
   partials.run(false);
-  order->after(transfers_->mark());
+  queue->wait(transfers_->record());
   if (heads(me_).count > 0) {
     std::vector<Partial> parts;
     for (int r = 0; r < ranks_; ++r) {
@@ -282,7 +282,7 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
     }
     merge(parts, {by_rows(memory.merged), lse_by_rows(memory.merged_lse)}, run);
   }
-  transfers_->after(order->mark());
+  transfers_->wait(queue->record());
   Shipment results(group, *transfers_);
   for (int r = 0; r < ranks_; ++r) {
     const auto exchange = [&](const Part& own, const Part& all) {
@@ -293,9 +293,9 @@ void PagesPlan::compute(const ForwardArgs& args, const Run& run) const {
     if (args.lse.given()) exchange(memory.merged_lse, as_one(Part::of_lse(args.lse)));
   }
   results.run(false);
-  transfers_->settle();
-  order->after(transfers_->mark());
-  transfers_->after(order->mark());
+  transfers_->complete_transfers();
+  queue->wait(transfers_->record());
+  transfers_->wait(queue->record());
 }
 
 int64_t PagesPlan::workspace_bytes() const { return Memory(*this, StepMemory(nullptr)).bytes; }

@@ -9,8 +9,8 @@
 
 namespace fulgur::distributed {
 
-/// Every rank computes all queries over the keys of its pages; the partial results of some heads
-/// each are merged by one rank, in the order of ranks, and returned to all.
+/// Every rank computes all queries over the keys of its pages. The partial results of each head are
+/// merged, in the order of ranks, by one rank, which returns them to all ranks.
 class PagesPlan final : public DistributedPlan::Impl {
  public:
   PagesPlan(const ForwardArgs& args, const Options& options, const Group& group,
@@ -25,14 +25,14 @@ class PagesPlan final : public DistributedPlan::Impl {
   struct Memory;
 
   int64_t rows() const { return problem_.batch * problem_.sq; }
-  /// Of the results of a rank: on GPUs that of q, as kernels write it.
+  /// The dtype of partial results: on GPUs that of q, as kernels write it.
   DType partial_dtype() const {
     const DType q = problem_.dtypes.q;
     return problem_.device != Device{} || q == DType::kF64 ? q : DType::kF32;
   }
   /// The heads that a rank merges.
   Heads heads(int rank) const;
-  /// How many of the first keys of a sequence lie on this rank.
+  /// How many of the keys before `key` lie on this rank.
   int64_t keys_before(int64_t key) const;
   void compute(const ForwardArgs& args, const Run& run) const;
   Rows rows_of(const ForwardArgs& args) const;

@@ -22,7 +22,7 @@ Part Part::of_rows(const ConstTensor& t) {
 
 Part Part::of_lse(const ConstTensor& t) {
   Part part{static_cast<std::byte*>(const_cast<void*>(t.data)), t.dtype, {}, {}, t.device};
-  const int at = t.rank - 2;  // of heads
+  const int at = t.rank - 2;  // the dimension of heads
   part.shape = {t.rank == 3 ? t.shape[0] : 1, t.shape[at + 1], t.shape[at], 1};
   part.strides = {t.rank == 3 ? t.strides[0] : 0, t.strides[at + 1], t.strides[at], 1};
   return part;

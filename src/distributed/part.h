@@ -9,7 +9,7 @@
 
 namespace fulgur::distributed {
 
-/// A part of a tensor: (batch, rows, heads, dim), and the strides of these.
+/// A part of a tensor, of shape (batch, rows, heads, dim).
 struct Part {
   std::byte* data = nullptr;
   DType dtype = DType::kF32;
@@ -20,7 +20,7 @@ struct Part {
   Part rows(int64_t begin, int64_t count) const { return slice(1, begin, count); }
   Part heads(int64_t begin, int64_t count) const { return slice(2, begin, count); }
   Part slice(int dim, int64_t begin, int64_t count) const;
-  /// One of the same shape, of another dtype.
+  /// The same part with another dtype.
   Part as(DType other) const {
     Part part = *this;
     part.dtype = other;
@@ -28,18 +28,18 @@ struct Part {
   }
   bool operator==(const Part&) const = default;
 
-  /// A tensor of rows, batched or packed, of which there is one batch then.
+  /// A tensor of rows, batched or packed; a packed one has batch 1.
   static Part of_rows(const ConstTensor& t);
-  /// LSE and its like, (batch, heads, rows) or (heads, rows).
+  /// LSE and tensors of its shape: (batch, heads, rows) or (heads, rows).
   static Part of_lse(const ConstTensor& t);
   /// The tensor (batch, rows, heads, dim), or (batch, heads, rows).
   Tensor tensor() const;
   Tensor lse() const;
-  /// One with this shape side by side, in the order in which all ranks send it.
+  /// A contiguous part of this shape, in the order of dimensions in which all ranks send it.
   Part packed(std::byte* to) const;
 };
 
-/// Lines of bytes that lie a pitch apart, in two parts of one shape.
+/// Lines of `width` bytes at a distance of `pitch` bytes, in two parts of the same shape.
 struct Lines {
   std::byte* from;
   std::byte* to;
@@ -48,7 +48,7 @@ struct Lines {
   bool side_by_side() const { return count == 1 || (from_pitch == width && to_pitch == width); }
 };
 
-/// Calls visit(Lines) for what two parts have, as few as there are.
+/// Calls visit(Lines) as few times as cover all elements of two parts.
 template <class Visit>
 void each_lines(const Part& from, const Part& to, const Visit& visit) {
   const int64_t element = size_of(from.dtype);

@@ -1,5 +1,5 @@
-// Plans of calls of all ranks: what each checks and agrees with the others about, how rows and
-// heads are shared out, and in how many steps.
+// Plans of calls of all ranks: the checks of each rank, the agreement of all, and how rows, heads
+// and steps are divided among them.
 #include "distributed/plan.h"
 
 #include <fmt/format.h>
@@ -38,7 +38,7 @@ const char* name_of(Sharding sharding) {
   return "by_page";
 }
 
-/// The tensors of rows and those of LSE, with their names.
+/// Visits the tensors of rows and those of the shape of LSE, with their names.
 template <class Args, class Visit>
 void each_rows(Args& args, const Visit& visit) {
   visit("q", args.q);
@@ -73,8 +73,8 @@ void to_batch(const char* name, bool packed, bool of_rows, T& t) {
   t.strides = batch.strides;
 }
 
-/// The rows of a rank as a call of its own, which has the shapes and dtypes of what it computes;
-/// lengths and a bias, which are those of all ranks, aside.
+/// The rows of a rank as a call of its own, with its shapes and dtypes, but without lengths and a
+/// bias, which belong to the rows of all ranks.
 template <class Args>
 Args own_call(Args args) {
   const bool packed = args.lengths.cu_seqlens_q.given();
@@ -105,13 +105,13 @@ void check_supported(const Args& args, const Options& options) {
   }
 }
 
-/// A shape, and the dtype.
+/// The text of a shape and dtype.
 std::string layout_of(const ConstTensor& t) {
   const auto shape = std::span(t.shape).first(t.rank);
   return fmt::format("{} ({})", fulgur::name_of(t.dtype), fmt::join(shape, ", "));
 }
 
-/// That an expression does not ask where a sequence begins among packed ones, as no call has them.
+/// Rejects expressions that use the first row of a packed sequence, which no call of a rank has.
 void check_symbols(const expression::Expressions& expressions) {
   for (const expression::Node& node : expressions.graph(false).graph.nodes) {
     if (node.op() == expression::Op::kSymbol && node.content.symbol == expression::Symbol::kQ0) {
@@ -120,7 +120,7 @@ void check_symbols(const expression::Expressions& expressions) {
   }
 }
 
-/// Where packed sequences begin and end, as every rank knows them; one sequence without.
+/// The boundaries of packed sequences, which every rank knows.
 std::vector<int64_t> ends_of(const char* name, const ConstTensor& cu) {
   check_indices(name, cu, cu.rank == 1 ? cu.shape[0] : -1, "(batch + 1)", {});
   check_data(name, cu);
@@ -129,14 +129,15 @@ std::vector<int64_t> ends_of(const char* name, const ConstTensor& cu) {
   return {ends, ends + cu.shape[0]};
 }
 
-/// Checks a bias, which is that of all ranks.
+/// Checks a bias, which every rank has completely.
 template <class Args>
 void check_whole_bias(const Args& args, const RowsPlan& plan) {
   Problem whole = plan.problem;
   const auto longest = [&](const Rows& rows) {
-    int64_t most = 0;
-    for (int64_t s = 0; s < rows.sequences(); ++s) most = std::max(most, rows.length(s));
-    return most;
+    int64_t max_length = 0;
+    for (int64_t s = 0; s < rows.sequences(); ++s)
+      max_length = std::max(max_length, rows.length(s));
+    return max_length;
   };
   if (plan.packed) whole.batch = plan.q_rows.sequences();
   whole.packed = plan.packed;
@@ -154,9 +155,9 @@ std::vector<int64_t> used_of(const char* name, const ConstTensor& t, bool packed
   check_data(name, t);
   const auto* const values = static_cast<const int32_t*>(t.data);
   for (int64_t b = 0; b < t.shape[0]; ++b) {
-    const int64_t room = rows.length(packed ? b : 0);
-    if (values[b] < 0 || values[b] > room) {
-      fail(name, "got {} at {}, want 0 to {}", values[b], b, room);
+    const int64_t length = rows.length(packed ? b : 0);
+    if (values[b] < 0 || values[b] > length) {
+      fail(name, "got {} at {}, want 0 to {}", values[b], b, length);
     }
   }
   return {values, values + t.shape[0]};
@@ -248,14 +249,14 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
       fail("cu_seqlens_k", "differs from cu_seqlens_q, want the same for rows by area");
     }
     Args own = own_call(args);
-    // Slopes of packed sequences are those of their batch.
+    // Slopes of packed sequences have the batch of all sequences.
     if (packed && own.alibi_slopes.rank == 2) own.alibi_slopes.shape[0] = 1;
     problem = make_problem(own, options);
-    // What bounds a mask_mod says may depend on the lengths of all ranks.
+    // Bounds that follow from a mask_mod may depend on the lengths of all ranks.
     problem.mask = options.mask;
     problem.expressions = expression::Expressions(
         options, args.tensors, {problem.device, std::is_same_v<Args, BackwardArgs>});
-    problem.batch = own.q.shape[0];  // also of a rank that has no rows
+    problem.batch = own.q.shape[0];  // also if this rank has no rows
     problem.sq = own.q.shape[1];
     problem.sk = own.k.shape[1];
     if (head_ranks < 1 || ranks % head_ranks != 0 || problem.hk % head_ranks != 0) {
@@ -314,13 +315,13 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   q_rows = rows_by("q", 0, std::move(q_ends));
   k_rows = rows_by("k", 1, std::move(k_ends));
 
-  used_queries(args.lengths);  // checks them
+  used_queries(args.lengths);  // only to check them
   used_keys(args.lengths);
   if (args.bias.given()) check_whole_bias(args, *this);
   host_memory = &distributed::memory_of(group.impl(), {});
   memory = &distributed::memory_of(group.impl(), problem.device);
   choose_steps(args);
-  memory->reserve(common_bytes, work_bytes);
+  memory->reserve(shared_bytes, work_bytes);
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     planned_forward = args;
   } else {
@@ -328,26 +329,27 @@ RowsPlan::RowsPlan(const Args& args, const Options& in_options, const Group& in_
   }
 }
 
-/// What the steps that are set take.
+/// Measures the memory of the current number of steps.
 template <class Args>
 void RowsPlan::measure(const Args& args) {
   if (ring) steps = group.size();
   distributed::StepMemory sums(nullptr);
   distributed::Sums(*this, args, sums);
   sum_bytes = sums.used();
-  step_bytes = common_bytes = 0;
+  step_bytes = shared_bytes = 0;
   for (int64_t step = 0; step < steps; ++step) {
-    distributed::StepMemory common(nullptr), own(nullptr);
-    distributed::Step(*this, in_common() ? common : own, own, step);
+    distributed::StepMemory shared(nullptr), own(nullptr);
+    distributed::Step(*this, shares_rows() ? shared : own, own, step);
     step_bytes = std::max(step_bytes, own.used());
-    common_bytes = std::max(common_bytes, common.used());
+    shared_bytes = std::max(shared_bytes, shared.used());
   }
 }
 
-/// Whether ranks take work from each other, the same on all of them.
-void RowsPlan::measure_offers() {
-  constexpr double kMinFlops = 5e8;  // of a rank: below, queries and a meeting more cost too much
-  if (!in_common() || problem.pass != Pass::kForward || group.size() == 1) return;
+/// Decides whether ranks steal work from each other; all ranks decide the same.
+void RowsPlan::measure_shared_work() {
+  constexpr double kMinFlops =
+      5e8;  // per rank: for less, copies of queries and a barrier cost more
+  if (!shares_rows() || problem.pass != Pass::kForward || group.size() == 1) return;
   double scores = 0;
   for (int64_t s = 0; s < q_rows.sequences(); ++s) {
     scores += visible_scores(problem.mask, {.sq = q_rows.length(s), .sk = k_rows.length(s)});
@@ -359,19 +361,19 @@ void RowsPlan::measure_offers() {
   work_bytes = arena.used();
 }
 
-/// Sets steps, and whether ranks form a ring, the same on all of them.
+/// Sets the number of steps, and whether ranks form a ring; all ranks decide the same.
 template <class Args>
 void RowsPlan::choose_steps(const Args& args) {
-  // As few steps as hide transfers and fit the memory; gradients of keys by gathered queries are
-  // shared out among threads by heads.
-  const int64_t most = problem.hk / head_ranks;
-  steps = gathers_queries() || in_common()
+  // As few steps as hide transfers and fit max_workspace. A pass that gathers queries has one step,
+  // because its gradients of keys are divided among threads by heads.
+  const int64_t max_steps = problem.hk / head_ranks;
+  steps = gathers_queries() || shares_rows()
               ? 1
-              : distributed::steps_of(problem.pass, problem.device == Device{}, most);
+              : distributed::steps_of(problem.pass, problem.device == Device{}, max_steps);
   measure(args);
-  if (options.max_workspace == 0) return measure_offers();
+  if (options.max_workspace == 0) return measure_shared_work();
   const auto fits = [&] { return workspace_bytes() <= options.max_workspace; };
-  while (!ring && !fits() && steps < most) {
+  while (!ring && !fits() && steps < max_steps) {
     ++steps;
     measure(args);
   }
@@ -380,10 +382,10 @@ void RowsPlan::choose_steps(const Args& args) {
     ring = true;
     measure(args);
   }
-  // Ranks have a few rows more or less than others.
-  const int64_t least = fits() ? 0 : std::min(gathered, workspace_bytes());
+  // The numbers of rows of ranks differ a little, so that their decisions may differ here.
+  const int64_t min_bytes = fits() ? 0 : std::min(gathered, workspace_bytes());
   int64_t wanted = 0;
-  for (const auto& of_rank : group.impl().agree({}, {}, {ring, steps, least})) {
+  for (const auto& of_rank : group.impl().agree({}, {}, {ring, steps, min_bytes})) {
     ring = ring || of_rank[0] == 1;
     steps = std::max(steps, of_rank[1]);
     wanted = std::max(wanted, of_rank[2]);
@@ -395,9 +397,9 @@ void RowsPlan::choose_steps(const Args& args) {
 }
 
 int64_t distributed::steps_of(Pass pass, bool on_host, int64_t heads) {
-  // The transfers of one run during the products of another. On a GPU each step ends with SMs that
-  // idle, for about as long as 8 kv heads take to come: it is worth it for more of them, and for
-  // sums in f32 that return.
+  // The transfers of one step overlap with the computation of another. On a GPU SMs idle at the end
+  // of each step for about as long as the transfer of 8 kv heads takes: two steps are faster for
+  // more than kHeadsOfStep heads, and for backward passes, which return sums in f32.
   constexpr int64_t kSteps = 4, kStepsOfGpu = 2, kHeadsOfStep = 16;
   const int64_t of_gpu = pass == Pass::kBackward || heads > kHeadsOfStep ? kStepsOfGpu : int64_t{1};
   return std::min(on_host ? kSteps : of_gpu, heads);

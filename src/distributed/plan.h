@@ -30,7 +30,7 @@ struct Heads {
 
 }  // namespace distributed
 
-/// A plan of one kind.
+/// The interface of plans: RowsPlan and PagesPlan.
 struct DistributedPlan::Impl {
   virtual ~Impl() = default;
   virtual void run(const ForwardArgs& args, const Run& run) const;
@@ -41,7 +41,7 @@ struct DistributedPlan::Impl {
 
 namespace distributed {
 
-/// The rows of sequences are shared out.
+/// A plan that distributes the rows of sequences among ranks.
 struct RowsPlan final : DistributedPlan::Impl {
   template <class Args>
   RowsPlan(const Args& args, const Options& in_options, const Group& in_group,
@@ -49,12 +49,12 @@ struct RowsPlan final : DistributedPlan::Impl {
   void run(const ForwardArgs& args, const Run& run) const override;
   void run(const BackwardArgs& args, const Run& run) const override;
   std::string explain() const override;
-  /// Of two steps, where there are as many, and of what is on its way: on GPUs the last exchange's,
-  /// too. Of what ranks have in common each counts its share.
+  /// Two steps, if there are as many, the data of the current exchange and, on GPUs, of the last
+  /// one. A rank counts its fraction of shared buffers.
   int64_t workspace_bytes() const override {
     const int64_t exchanges = problem.device == Device{} ? 1 : 2;
     return (std::min<int64_t>(steps, 2) + exchanges) * step_bytes +
-           (Memory::kInCommon * common_bytes + work_bytes) / group.size() + sum_bytes;
+           (Memory::kSharedBuffers * shared_bytes + work_bytes) / group.size() + sum_bytes;
   }
 
   /// The kv heads that a rank computes in a step.
@@ -64,25 +64,26 @@ struct RowsPlan final : DistributedPlan::Impl {
     const int64_t begin = step * all / steps, end = (step + 1) * all / steps;
     return {first + begin, end - begin};
   }
-  /// The q heads of these.
+  /// The q heads of kv heads.
   Heads q_heads(const Heads& kv) const {
     return {kv.begin * problem.group(), kv.count * problem.group()};
   }
-  /// Of a ring: the rank whose keys come here in a step, and the one that gets those of this rank.
+  /// In a ring: the rank whose keys this rank receives in a step, and the one that receives its
+  /// own.
   int source(int64_t step) const { return static_cast<int>((me + step) % group.size()); }
   int reader(int64_t step) const {
     return static_cast<int>((me + group.size() - step) % group.size());
   }
-  /// How many keys a rank has at hand in a step.
+  /// How many keys this rank has in a step.
   int64_t keys(int64_t step) const { return ring ? k_rows.count(source(step)) : k_rows.total(); }
   bool same_node(int a, int b) const { return a / head_ranks == b / head_ranks; }
-  /// Whether a rank has the queries of another one, for its heads: the backward pass by gathered
-  /// queries has all.
+  /// Whether rank `computing` needs the queries of rank `source` for its heads. A backward pass
+  /// that gathers queries needs all.
   bool has_queries_of(int computing, int source) const {
     return gathers_queries() || same_node(computing, source);
   }
   bool gathers_queries() const { return problem.pass == Pass::kBackward && problem.invariant; }
-  /// Where a run of a rank lies among the queries that rank `computing` has.
+  /// The first row of a run of rank `source` among the queries that rank `computing` has.
   int64_t place(int computing, int source, const RowRun& run) const {
     if (gathers_queries()) return q_rows.row(run);
     int64_t at = run.place;
@@ -95,32 +96,32 @@ struct RowsPlan final : DistributedPlan::Impl {
     for (int r = 0; r < group.size(); ++r) rows += same_node(r, me) ? q_rows.count(r) : 0;
     return rows;
   }
-  /// How many rows of each sequence exist, in a call; empty: all.
+  /// How many rows of each sequence a call uses (seqused); empty: all.
   std::vector<int64_t> used_queries(const VarLen& lengths) const;
   std::vector<int64_t> used_keys(const VarLen& lengths) const;
-  /// Whether sums of dk and dv have memory: of two ranks they are rounded as they are added.
+  /// Whether sums of dk and dv need memory: those of two ranks are rounded as they are added.
   bool keeps_key_sums() const {
     return !gathers_queries() && (ring || group.size() > 2 * head_ranks);
   }
-  /// Whether a rank computes its own queries alone, which stay where they are.
+  /// Whether a rank computes its own queries alone, which are not transferred then.
   bool queries_stay() const { return head_ranks == 1 && !gathers_queries(); }
-  /// Whether ranks have the gathered rows in common, as each of them needs the same.
-  bool in_common() const { return memory->has_common() && head_ranks == 1 && !ring; }
+  /// Whether ranks share the buffer of gathered rows, as all of them need the same rows.
+  bool shares_rows() const { return memory->has_shared_buffers() && head_ranks == 1 && !ring; }
   DType sum_dtype() const { return problem.dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
 
   Group group;
   int me;
   Options options;
-  Problem problem;  ///< of the rows of this rank, as a call of its own
+  Problem problem;  ///< the rows of this rank, as a call of its own
   Sharding sharding;
   int head_ranks;
   bool ring;
   bool packed = false;
   Rows q_rows, k_rows;
   int64_t steps = 1;
-  int64_t step_bytes = 0, common_bytes = 0;  ///< memory of a step; that ranks have in common
-  int64_t work_bytes = 0;                    ///< of Offers; 0: each rank computes its own rows
-  Memory* memory = nullptr;                  ///< where tensors lie
+  int64_t step_bytes = 0, shared_bytes = 0;  ///< of a step: memory of its own, and shared by ranks
+  int64_t work_bytes = 0;                    ///< of Offers; 0: each rank computes its own rows only
+  Memory* memory = nullptr;                  ///< of the device of the tensors
   Memory* host_memory = nullptr;             ///< for dsinks
   int64_t sum_bytes = 0;                     ///< of Sums
   ForwardArgs planned_forward;
@@ -131,10 +132,10 @@ struct RowsPlan final : DistributedPlan::Impl {
   void measure(const Args& args);
   template <class Args>
   void choose_steps(const Args& args);
-  void measure_offers();
+  void measure_shared_work();
 };
 
-/// Memory of a step; without a base it only counts.
+/// Allocates the parts of a step in a buffer; without a base it only counts bytes.
 class StepMemory {
  public:
   explicit StepMemory(std::byte* base, Device device = {}) : base_(base), device_(device) {}
@@ -161,15 +162,15 @@ class StepMemory {
   int64_t used_ = 0;
 };
 
-/// What a rank computes with in a step: some queries and all keys, of some heads, or the keys of
-/// one rank. Queries that stay where they are have no memory here.
+/// What a rank computes with in a step: queries and all keys of some heads or, in a ring, the keys
+/// of one rank. Queries that are not transferred have no memory here.
 struct Step {
   Part q, k, v, out, lse;       // both passes
   Part dout, dlse, dq, dk, dv;  // backward; dk and dv: sums, or gradients
-  Part part_dk, part_dv;        // of a call, whose sums are added to others
+  Part part_dk, part_dv;        // of one call, before they are added to dk and dv
 
   Step() = default;
-  /// Gathered rows lie in `gathered`.
+  /// `gathered`: the memory of gathered rows.
   Step(const RowsPlan& plan, StepMemory& gathered, StepMemory& arena, int64_t step) {
     const Problem& p = plan.problem;
     const int64_t batch = p.batch, queries = plan.queries(), keys = plan.keys(step);
@@ -198,20 +199,21 @@ struct Step {
   }
 };
 
-/// The steps of so many kv heads of a rank in which a call is computed, if memory does not want
+/// The number of steps in which a rank computes so many kv heads, unless max_workspace requires
 /// more.
 int64_t steps_of(Pass pass, bool on_host, int64_t heads);
 
-/// What moves tensors there between the ranks of a group. Collective, where it is new.
+/// The memory of a device, by which ranks of a group exchange tensors there. Collective in its
+/// first call for a device.
 Memory& memory_of(Group::Impl& group, Device device);
 
-/// The gradient of a bias or of a tensor of expressions, which all ranks get whole: sums over the
-/// calls of a rank, then over ranks, in their order.
+/// The gradient of a bias or of a tensor of expressions, which every rank gets completely: the sum
+/// over the calls of a rank, then over ranks in their order.
 struct WholeGradient {
   static constexpr int64_t kColumns = 32;
   Tensor to;
-  Part sums;     // rows of kColumns, of its elements side by side
-  Part of_call;  // what a call gives, likewise
+  Part sums;     // its elements, contiguous, in rows of kColumns
+  Part of_call;  // the gradient of one call, likewise
 
   WholeGradient(const Tensor& t, DType of, StepMemory& arena) : to(t) {
     const bool host = t.device == Device{};
@@ -219,7 +221,7 @@ struct WholeGradient {
     sums = arena.rows(host ? DType::kF64 : DType::kF32, 1, rows, 1, kColumns);
     of_call = arena.rows(host && of == DType::kF64 ? of : DType::kF32, 1, rows, 1, kColumns);
   }
-  /// Of the shape of the tensor.
+  /// A part with the shape of the tensor.
   Tensor shaped(const Part& x) const {
     Tensor t = Tensor::contiguous(x.data, x.dtype, std::span(to.shape).first(to.rank));
     t.device = x.device;
@@ -227,14 +229,14 @@ struct WholeGradient {
   }
 };
 
-/// What is added up over the steps of a run, and of a ring what a call adds to it.
+/// Sums over the steps of a run and, in a ring, the results of one call before they are added.
 struct Sums {
-  static constexpr int64_t kAtATime = 1 << 13;  // rows of whole gradients that ranks exchange
-  Part dk, dv;                                  // of the rows of this rank
-  Part out, lse, of_call_out, of_call_lse;      // of a ring's forward pass: merged
-  Part dq, of_call_dq;                          // of its backward pass
-  std::deque<WholeGradient> whole;              // of the bias, then of tensors
-  Part total;                                   // over ranks, of some rows
+  static constexpr int64_t kAtATime = 1 << 13;  // rows of a WholeGradient that ranks exchange
+  Part dk, dv;                                  // the rows of this rank
+  Part out, lse, of_call_out, of_call_lse;      // a ring's forward pass: merged results
+  Part dq, of_call_dq;                          // a ring's backward pass
+  std::deque<WholeGradient> whole;              // the bias, then tensors
+  Part total;                                   // of all ranks, kAtATime rows
 
   Sums() = default;
   Sums(const RowsPlan& plan, const ForwardArgs&, StepMemory& arena) {
@@ -266,13 +268,13 @@ struct Sums {
   }
 };
 
-/// What ranks of one machine offer each other of a forward pass.
+/// The work buffer of a forward pass, in which ranks of one machine steal work (SharedWork).
 struct Offers {
-  /// The next unit of a rank to take, and how many there are.
+  /// The next unit of a rank that may be claimed, and the number of its units.
   struct alignas(64) Counter {
     int64_t next, count;
   };
-  /// Queries and results of a rank, where others read and write them.
+  /// Queries and results of a rank, which other ranks read and write.
   struct Rank {
     Part q, out, lse;
   };
@@ -286,7 +288,7 @@ struct Offers {
     counters = reinterpret_cast<Counter*>(of_counters.data);
     for (int r = 0; r < size; ++r) {
       const int64_t count = plan.q_rows.count(r);
-      // Rows of a head side by side: those that nobody offers take no pages.
+      // The rows of a head are contiguous, so that rows that are not offered touch no pages.
       const auto rows = [&](DType dtype, int64_t dim) {
         Part part = arena.rows(dtype, p.batch, count, p.hq, dim);
         part.strides = {p.hq * count * dim, dim, count * dim, 1};
@@ -300,13 +302,13 @@ struct Offers {
   }
 };
 
-/// What all ranks must have in common. `Args`: ForwardArgs, BackwardArgs.
+/// What must be the same on all ranks. `Args`: ForwardArgs or BackwardArgs.
 template <class Args>
 Fields fields_of(const Args& args, const Problem& problem, const Distribution& distribution);
-/// What a field says of lengths.
+/// The text of a field with the values of lengths.
 std::string values_of(const ConstTensor& lengths);
 
-/// Checks the arguments of a run and calls body(). Where one throws, the group is dead.
+/// Checks the arguments of a run and calls body(). If either throws, the group is dead.
 template <class Args, class Body>
 void run_as_planned(Group::Impl& group, const Args& planned, const Args& args, const Run& run,
                     const Body& body) {

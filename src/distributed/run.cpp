@@ -1,8 +1,8 @@
-// A call of all ranks. Rank c computes the queries of its node, `head_ranks` ranks side by side,
-// for a part of the heads, over all keys: it fetches these, calls the one-device engine for each
-// run of rows, and returns what it has computed to the ranks that have the rows. The heads go in
-// steps, and what a step needs comes while the one before is computed. No result is merged, but
-// where ranks form a ring: a step then has the keys of one rank, for all heads, its own first.
+// A call of all ranks. A rank computes the queries of its node (`head_ranks` consecutive ranks) for
+// a part of the heads, over all keys: it gathers these, calls a one-device engine for each run of
+// rows, and returns the results to the ranks that have the rows. Heads are divided into steps, and
+// the rows of a step are transferred while the previous step is computed. No results are merged,
+// unless ranks form a ring: then each step has the keys of one rank for all heads, its own first.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -28,11 +28,11 @@
 namespace fulgur::distributed {
 namespace {
 
-/// What is sent and received, one after the other, while other work goes on: in threads, or, where
-/// a stream computes meanwhile or nothing does, when it is waited for.
-class Line {
+/// Executes transfers one after the other: in threads, while the caller computes; or, with a single
+/// step or on a GPU, whose streams run on their own, when the caller waits for the result.
+class TransferQueue {
  public:
-  explicit Line(bool in_threads)
+  explicit TransferQueue(bool in_threads)
       : launch_(in_threads ? std::launch::async : std::launch::deferred) {}
 
   template <class Task>
@@ -49,12 +49,13 @@ class Line {
   std::shared_future<void> last_;
 };
 
-/// Calls visit(part, part) for all of two tensors of one shape, the first of which lies side by
-/// side. The columns of a part lie so, too: where the other's do not there is one.
+/// Calls visit(part, part) for parts that cover two tensors of the same shape, of which the first
+/// is contiguous. The columns of parts are contiguous: if those of the second tensor are not, parts
+/// have one column.
 template <class Visit>
 void each_part(const Tensor& x, const Tensor& y, const Visit& visit) {
   const bool apart = y.rank > 0 && y.shape[y.rank - 1] > 1 && y.strides[y.rank - 1] != 1;
-  const int split = apart && y.rank == Tensor::kMaxRank ? 1 : 0;  // the first dimension, one by one
+  const int split = apart && y.rank == Tensor::kMaxRank ? 1 : 0;  // splits the first dimension
   const auto part_of = [&](const Tensor& t, int64_t i) {
     Part part{static_cast<std::byte*>(t.data) + i * t.strides[0] * size_of(t.dtype),
               t.dtype,
@@ -90,56 +91,59 @@ class Work {
   }
 
   void operator()() {
-    Line line(p_.device == Device{} && plan_.steps > 1);
-    // What steps compute with, and up to where memory of earlier ones is in use.
+    TransferQueue transfers(p_.device == Device{} && plan_.steps > 1);
+    // The last two steps, and the events after which their memory may be reused.
     std::array<std::optional<Step>, 2> steps;
-    std::array<Marks, 2> computed;
-    computed.fill(calls_.marks());
+    std::array<Events, 2> computed;
+    computed.fill(calls_.record());
     const auto fetched = [&](int64_t number) {
-      StepMemory own(memory_.room(room_of(number), plan_.step_bytes), p_.device);
-      StepMemory common(plan_.in_common() ? memory_.common() : nullptr);
-      Step& step = steps[number % 2].emplace(plan_, plan_.in_common() ? common : own, own, number);
+      StepMemory own(memory_.buffer(buffer_of(number), plan_.step_bytes), p_.device);
+      StepMemory shared(plan_.shares_rows() ? memory_.shared_buffer() : nullptr);
+      Step& step =
+          steps[number % 2].emplace(plan_, plan_.shares_rows() ? shared : own, own, number);
       if (plan_.queries_stay()) calls_.set_queries(number, step);
-      return line.add([this, number, step, marks = computed[number % 2]] {
-        after(marks);
+      return transfers.add([this, number, step, events = computed[number % 2]] {
+        wait(events);
         if (!plan_.ring || number > 0) fetch(number, step);
       });
     };
     std::shared_future<void> arrived = fetched(0);
     for (int64_t number = 0; number < plan_.steps; ++number) {
       arrived.get();
-      calls_.after(memory_.mark());
+      calls_.wait(memory_.record());
       const Step step = *steps[number % 2];
       if (number + 1 < plan_.steps) arrived = fetched(number + 1);
       shared_ ? shared_->compute(step) : calls_.compute(number, step);
-      computed[number % 2] = calls_.marks();
+      computed[number % 2] = calls_.record();
       if (!kBackward && plan_.queries_stay()) continue;
-      line.add(
-          [this, number, step, marks = computed[number % 2]] { give_back(number, step, marks); });
+      transfers.add([this, number, step, events = computed[number % 2]] {
+        return_results(number, step, events);
+      });
     }
     if (shared_) {
-      memory_.meet();
+      memory_.barrier();
       shared_->collect();
     }
     calls_.join();
     if (!kBackward && plan_.ring) calls_.round_merged();
-    line.add([this, marks = calls_.marks()] {
-          if constexpr (kBackward) finish_gradients(marks);
-          memory_.settle();
+    transfers
+        .add([this, events = calls_.record()] {
+          if constexpr (kBackward) finish_gradients(events);
+          memory_.complete_transfers();
         })
         .get();
-    calls_.after(memory_.mark());
-    after(calls_.marks());  // what comes next may compute elsewhere
+    calls_.wait(memory_.record());
+    wait(calls_.record());  // the next run may compute in another stream
   }
 
  private:
-  /// That of a step.
-  static Memory::Use room_of(int64_t number) {
+  /// The buffer of a step.
+  static Memory::Use buffer_of(int64_t number) {
     return number % 2 == 0 ? Memory::kStep : Memory::kNextStep;
   }
-  using Marks = typename StepCalls<Args>::Marks;
-  void after(const Marks& marks) {
-    for (const Order::Mark& mark : marks) memory_.after(mark);
+  using Events = typename StepCalls<Args>::Events;
+  void wait(const Events& events) {
+    for (const Queue::Event& event : events) memory_.wait(event);
   }
 
   static Part part(const ConstTensor& t) { return Part::of_rows(t); }
@@ -147,8 +151,8 @@ class Work {
 
   void fetch(int64_t number, const Step& step) {
     Shipment all(group_, memory_);
-    // In memory that ranks have in common each brings its own rows, for all.
-    const auto brings = [&](int r) { return !plan_.in_common() || r == group_.rank; };
+    // A rank writes its own rows to a shared buffer once, for all ranks.
+    const auto brings = [&](int r) { return !plan_.shares_rows() || r == group_.rank; };
     const auto queries = [&](const Part& local, const Part& to) {
       if (plan_.queries_stay()) return;
       for (int r = 0; r < group_.ranks; ++r) {
@@ -191,14 +195,14 @@ class Work {
       queries(part(args_.dout), step.dout);
       if (p_.has(Arg::kDlse)) queries(Part::of_lse(args_.dlse), step.dlse);
     }
-    all.run(plan_.in_common());
+    all.run(plan_.shares_rows());
     if (shared_) shared_->offer();
-    if (plan_.in_common()) memory_.meet();
+    if (plan_.shares_rows()) memory_.barrier();
   }
 
-  /// To the ranks that have the rows.
-  void give_back(int64_t number, const Step& step, const Marks& computed) {
-    after(computed);
+  /// Returns the results of a step to the ranks that have the rows.
+  void return_results(int64_t number, const Step& step, const Events& computed) {
+    wait(computed);
     Shipment all(group_, memory_);
     const auto queries = [&](const Part& from, const Part& local) {
       if (plan_.queries_stay()) return;
@@ -220,7 +224,8 @@ class Work {
     } else {
       queries(step.dq, part(args_.dq));
       const bool sums = !plan_.gathers_queries();
-      std::deque<Part> terms;  // of each run of keys and the heads that some ranks compute
+      std::deque<Part>
+          terms;  // sums so far, for each run of keys and each head_ranks-th of the heads
       const auto keys = [&](const Part& from, const Part& of_sums, const Part& gradient) {
         if (plan_.ring) {
           all.send(plan_.source(number), from);
@@ -252,18 +257,19 @@ class Work {
       };
       keys(step.dk, calls_.sums.dk, part(args_.dk));
       keys(step.dv, calls_.sums.dv, part(args_.dv));
-      // Sums of ranks that compute the same heads lie alike in all of their memory.
+      // Ranks that compute the same heads have their sums at the same place of the buffer of a
+      // step.
       if (sums && !plan_.ring && plan_.head_ranks == 1 && plan_.steps <= 2 &&
-          memory_.offers_steps()) {
-        const Memory::Use use = room_of(number);
-        all.run_in(use, memory_.room(use, plan_.step_bytes));
+          memory_.fetches_in_place()) {
+        const Memory::Use use = buffer_of(number);
+        all.run_in(use, memory_.buffer(use, plan_.step_bytes));
       } else {
         all.run((!sums && plan_.head_ranks == 1) || (plan_.ring && number == 0));
       }
     }
   }
 
-  /// What comes of a rank is added to what came of those before it, and rounded with the last one.
+  /// Receives the term of a rank: adds it to those of earlier ranks, and rounds with the last one.
   void add_term(Shipment& all, int rank, Part& term, const Part& sums, const Part& gradient) {
     const bool first = rank < plan_.head_ranks, last = rank + plan_.head_ranks >= group_.ranks;
     all.receive(rank, gradient.as(plan_.sum_dtype()), [=, this, &term](const Part& came) {
@@ -274,15 +280,15 @@ class Work {
     });
   }
 
-  /// What all ranks have computed, in the order of ranks, rounded once.
-  void finish_gradients(const Marks& computed) {
+  /// Adds gradients that all ranks have computed, in the order of ranks, and rounds them once.
+  void finish_gradients(const Events& computed) {
     if (plan_.ring) {
-      after(computed);
+      wait(computed);
       memory_.round(calls_.sums.dq, part(args_.dq));
       memory_.round(calls_.sums.dk, part(args_.dk));
       memory_.round(calls_.sums.dv, part(args_.dv));
     }
-    if (!calls_.sums.whole.empty()) after(computed);
+    if (!calls_.sums.whole.empty()) wait(computed);
     for (const WholeGradient& g : calls_.sums.whole) {
       for (int64_t at = 0; at < g.sums.shape[1]; at += Sums::kAtATime) {
         const int64_t count = std::min(Sums::kAtATime, g.sums.shape[1] - at);
@@ -295,16 +301,16 @@ class Work {
     const auto on_host = [&](void* data, DType dtype) {
       return Part::of_rows(Tensor::contiguous(data, dtype, {1, 1, p_.hq}));
     };
-    std::vector<double> total(p_.hq), rounded(p_.hq);  // room for any dtype
+    std::vector<double> total(p_.hq), rounded(p_.hq);  // of 8 bytes, as large as any dtype
     add_ranks(on_host(calls_.dsinks.data(), DType::kF64), on_host(total.data(), DType::kF64),
               *plan_.host_memory);
     const Part result = on_host(rounded.data(), args_.dsinks.dtype);
     plan_.host_memory->round(on_host(calls_.dsinks.data(), DType::kF64), result);
-    memory_.settle();  // before the host waits
+    memory_.complete_transfers();  // upload() waits for the stream
     memory_.upload(args_.dsinks.data, result.data, result.bytes());
   }
 
-  /// Sums of this rank become those of all.
+  /// Replaces the sums of this rank by those of all ranks.
   void add_ranks(const Part& sums, const Part& total, Memory& memory) const {
     memory.clear(total);
     Shipment all(group_, memory);

@@ -10,8 +10,9 @@
 namespace fulgur::distributed {
 namespace {
 
-constexpr int64_t kStrip = 64;       // rows that no rank boundary divides
-constexpr int64_t kRunsOfRank = 16;  // that kByArea hands out: the more, the more evenly
+constexpr int64_t kStrip = 64;  // boundaries between ranks are at multiples of so many rows
+constexpr int64_t kRunsOfRank =
+    16;  // runs per rank with kByArea: more runs balance the load better
 
 struct Strip {
   int64_t sequence, begin, end;
@@ -28,14 +29,14 @@ std::vector<Strip> strips_of(const std::vector<int64_t>& ends) {
   return strips;
 }
 
-/// Which of `parts` equal parts of all strips each one is in.
+/// The part of each strip, if all strips are divided into `parts` equal parts.
 std::vector<int> parts_of(size_t strips, int parts) {
   std::vector<int> part(strips);
   for (size_t i = 0; i < strips; ++i) part[i] = static_cast<int>(i * parts / strips);
   return part;
 }
 
-/// Runs of strips of a sequence, the largest first, each to the rank that has the least so far.
+/// Assigns runs of strips, by decreasing area, each to the rank with the smallest load so far.
 std::vector<int> ranks_by_area(const std::vector<Strip>& strips, const std::vector<int64_t>& ends,
                                int ranks, const Mask& mask) {
   struct Run {

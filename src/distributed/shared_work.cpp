@@ -10,11 +10,11 @@
 namespace fulgur::distributed {
 namespace {
 
-constexpr double kUnits = 128;      // of a rank, whatever threads it has: all cut alike
-constexpr double kUnitFlops = 3e7;  // at least: a unit is a call
-constexpr double kOffered = 0.75;   // of the scores of a rank
-// Rows of a kv head of a unit: those for which engines pack keys once, where that takes long, as of
-// 16 bits for tiles; else a block of rows of an engine, for which it reads all keys.
+constexpr double kUnits = 128;  // per rank, independent of its threads, so that all ranks cut alike
+constexpr double kUnitFlops = 3e7;  // minimum of a unit, since each one is a call
+constexpr double kOffered = 0.75;   // fraction of the scores of a rank that others may claim
+// Minimum of rows of a kv head in a unit. Engines pack 16-bit keys for AMX tiles once for so many
+// rows; other keys are read once for each block of rows.
 constexpr int64_t kRowsOf16Bits = 512, kRows = 384;
 
 double scores_of(const RowsPlan& plan, const RowsCall& c) {
@@ -35,16 +35,16 @@ SharedWork::SharedWork(const RowsPlan& plan, const ForwardArgs& args, StepCalls<
       memory_(memory),
       local_{Part::of_rows(args.q), Part::of_rows(args.out), {}},
       offers_([&] {
-        StepMemory arena(memory.work());
+        StepMemory arena(memory.work_buffer());
         return Offers(plan, arena);
       }()) {
   if (plan.problem.has(Arg::kLse)) local_.lse = Part::of_lse(args.lse);
   units_ = units_of(plan.me);
-  taken_here_.resize(units_.count());
+  claimed_here_.resize(units_.count());
 }
 
-/// Units of about equally many scores, but of no fewer rows than an engine computes with keys that
-/// it has packed.
+/// Cuts the work of a rank into units of about equally many scores, but of no fewer rows than
+/// above.
 auto SharedWork::units_of(int rank) const -> Units {
   const std::vector<RowsCall> calls = calls_.calls_of_step(0, rank);
   double all = 0;
@@ -52,7 +52,7 @@ auto SharedWork::units_of(int rank) const -> Units {
     all += scores_of(plan_, c) * static_cast<double>(c.of.count * plan_.problem.hk);
   }
   const Problem& p = plan_.problem;
-  const auto flops = static_cast<double>(2 * (p.d + p.dv) * p.group());  // of a score of a kv head
+  const auto flops = static_cast<double>(2 * (p.d + p.dv) * p.group());  // per score of a kv head
   Units units;
   for (const RowsCall& c : calls) {
     cut(c, std::max(all / kUnits, kUnitFlops / flops), units.all);
@@ -64,23 +64,24 @@ auto SharedWork::units_of(int rank) const -> Units {
   return units;
 }
 
-void SharedWork::cut(const RowsCall& call, double most, std::vector<Unit>& units) const {
+void SharedWork::cut(const RowsCall& call, double max_scores, std::vector<Unit>& units) const {
   const int64_t hk = plan_.problem.hk, group = plan_.problem.group();
   const int64_t whole = size_of(plan_.problem.dtypes.k) == 2 ? kRowsOf16Bits : kRows;
   const int64_t block = std::max<int64_t>(1, whole / group / 64) * 64;
   const double of_head = scores_of(plan_, call);
   const double of_sequence = of_head * static_cast<double>(hk);
   const int64_t sequences =
-      of_sequence * static_cast<double>(call.of.count) > most ? 1 : call.of.count;
-  const int64_t heads = of_sequence > most ? 1 : hk;
+      of_sequence * static_cast<double>(call.of.count) > max_scores ? 1 : call.of.count;
+  const int64_t heads = of_sequence > max_scores ? 1 : hk;
   int64_t rows = call.size;
-  if (of_head > most) {
-    const auto fitting = static_cast<int64_t>(most / of_head * static_cast<double>(call.size));
+  if (of_head > max_scores) {
+    const auto fitting =
+        static_cast<int64_t>(max_scores / of_head * static_cast<double>(call.size));
     rows = std::max<int64_t>(1, fitting / block) * block;
   }
   for (int64_t row = 0; row < call.size; row += rows) {
     RowsCall part = call;
-    part.source = plan_.me;  // other ranks' rows lie as those of this one do
+    part.source = plan_.me;  // the rows of every rank lie in its buffers as those of this rank do
     part.size = std::min(rows, call.size - row);
     part.run.begin += row;
     part.run.place += row;
@@ -112,24 +113,24 @@ void SharedWork::offer() {
   }
 }
 
-/// The next unit that a rank offers.
-int64_t SharedWork::take(int rank) const {
+/// Claims the next unit of a rank.
+int64_t SharedWork::claim(int rank) const {
   return std::atomic_ref(offers_.counters[rank].next).fetch_add(1);
 }
 
-/// Another rank, of whose units most are left; -1: none has any.
-int SharedWork::richest() const {
-  int richest = -1;
-  int64_t most = 0;
+/// The other rank with the most units left; -1: no rank has any.
+int SharedWork::rank_with_most_left() const {
+  int rank = -1;
+  int64_t max_left = 0;
   for (int i = 1; i < plan_.group.size(); ++i) {
     const int r = (plan_.me + i) % plan_.group.size();
     const int64_t left = std::atomic_ref(offers_.counters[r].count).load() -
                          std::atomic_ref(offers_.counters[r].next).load();
-    if (left <= most) continue;
-    most = left;
-    richest = r;
+    if (left <= max_left) continue;
+    max_left = left;
+    rank = r;
   }
-  return richest;
+  return rank;
 }
 
 auto SharedWork::units_of_other(int rank) -> const Units& {
@@ -158,13 +159,13 @@ void SharedWork::compute(const Step& step) {
     for (size_t i; (i = next.fetch_add(1)) < units_.offered;) {
       compute(units_.all[i], local_, step);
     }
-    for (int64_t i; (i = take(plan_.me)) < units_.count();) {
-      taken_here_[i] = 1;
+    for (int64_t i; (i = claim(plan_.me)) < units_.count();) {
+      claimed_here_[i] = 1;
       compute(units_.all[units_.offered + i], local_, step);
     }
-    for (int r; (r = richest()) >= 0;) {
+    for (int r; (r = rank_with_most_left()) >= 0;) {
       const Units& theirs = units_of_other(r);
-      const int64_t i = take(r);
+      const int64_t i = claim(r);
       if (i < theirs.count()) compute(theirs.all[theirs.offered + i], offers_.ranks[r], step);
     }
   });
@@ -172,8 +173,8 @@ void SharedWork::compute(const Step& step) {
 
 void SharedWork::collect() {
   const Offers::Rank& from = offers_.ranks[plan_.me];
-  for (size_t i = 0; i < taken_here_.size(); ++i) {
-    if (taken_here_[i] != 0) continue;
+  for (size_t i = 0; i < claimed_here_.size(); ++i) {
+    if (claimed_here_[i] != 0) continue;
     const Unit& unit = units_.all[units_.offered + i];
     memory_.copy(rows_of(unit, from.out), rows_of(unit, local_.out));
     if (local_.lse.shape[0] > 0) memory_.copy(rows_of(unit, from.lse), rows_of(unit, local_.lse));

@@ -1,5 +1,5 @@
-/// A forward pass of ranks of one machine, cut into units. A rank that is done with its own takes
-/// those of slower ones: threads of one process, which take work one by one, wait for none either.
+/// Work stealing in a forward pass of ranks of one machine. The work of each rank is cut into
+/// units; a rank that has computed its own units claims those of slower ranks.
 #pragma once
 
 #include <cstddef>
@@ -16,24 +16,25 @@ namespace fulgur::distributed {
 
 class SharedWork {
  public:
-  /// In memory that ranks have in common.
+  /// Uses the shared work buffer of `memory`.
   SharedWork(const RowsPlan& plan, const ForwardArgs& args, StepCalls<ForwardArgs>& calls,
              Memory& memory);
-  /// What others may take of this rank's, before ranks meet.
+  /// Copies the queries of the units that other ranks may claim to the work buffer. A barrier must
+  /// follow.
   void offer();
-  /// Computes until no unit is left, by keys of all ranks.
+  /// Computes units, with the keys of all ranks, until no rank has any left.
   void compute(const Step& step);
-  /// What others have computed for this rank, when ranks have met again.
+  /// Copies the results that other ranks have computed for this one. After a barrier.
   void collect();
 
  private:
-  /// Rows of a run, of some sequences and heads.
+  /// Rows of a run, for some sequences and heads.
   struct Unit {
     RowsCall call;
     Heads kv;
     double scores;
   };
-  /// All of a rank, the largest first; from `offered` on others may take them.
+  /// All units of a rank, the largest first. Other ranks may claim those from `offered` on.
   struct Units {
     std::vector<Unit> all;
     size_t offered = 0;
@@ -41,20 +42,21 @@ class SharedWork {
   };
 
   Units units_of(int rank) const;
-  void cut(const RowsCall& call, double most, std::vector<Unit>& units) const;
+  void cut(const RowsCall& call, double max_scores, std::vector<Unit>& units) const;
   const Units& units_of_other(int rank);
-  int64_t take(int rank) const;
-  int richest() const;
+  int64_t claim(int rank) const;
+  int rank_with_most_left() const;
   void compute(const Unit& unit, const Offers::Rank& of, const Step& step);
   Part rows_of(const Unit& unit, const Part& x) const;
 
   const RowsPlan& plan_;
   StepCalls<ForwardArgs>& calls_;
   Memory& memory_;
-  Offers::Rank local_;  // where the caller has them
+  Offers::Rank local_;  // in the tensors of the caller
   Offers offers_;
   Units units_;
-  std::vector<char> taken_here_;  // of the units that this rank offers
+  std::vector<char>
+      claimed_here_;  // for each offered unit of this rank: whether it computed the unit itself
   std::mutex others_;
   std::map<int, Units> units_of_others_;
 };

@@ -6,10 +6,10 @@
 namespace fulgur::distributed {
 namespace {
 
-/// Of a part among others.
+/// Bytes of a part in a buffer, padded to 64.
 int64_t bytes_of(const Part& part) { return (part.bytes() + 63) / 64 * 64; }
 
-/// Of all parts, or targets.
+/// Bytes of all parts, or of the parts of all targets.
 template <class Parts>
 int64_t bytes_of_all(const Parts& parts) {
   int64_t bytes = 0;
@@ -48,7 +48,7 @@ std::vector<Memory::Place> Shipment::places_of(int rank) const {
 
 void Shipment::run(bool alone) {
   const auto ranks = static_cast<int>(sends_.size());
-  // What goes to ranks side by side is the same as a rule, where keys are gathered.
+  // Where keys are gathered, consecutive ranks mostly get the same parts, which are packed once.
   std::vector<int64_t> send_at(ranks), receive_bytes(ranks);
   int64_t send_bytes = 0;
   int last = -1;
@@ -64,7 +64,7 @@ void Shipment::run(bool alone) {
   std::vector<std::span<std::byte>> receives(ranks);
   std::vector<std::vector<Memory::Place>> places(ranks);
   if (!alone) {
-    std::byte* const out = memory_.room(Memory::kSends, send_bytes);
+    std::byte* const out = memory_.buffer(Memory::kSends, send_bytes);
     int64_t packed = 0;
     for (int r = 0; r < ranks; ++r) {
       if (r == rank_) continue;
@@ -84,27 +84,27 @@ void Shipment::run(bool alone) {
   take_all(receives);
 }
 
-void Shipment::run_in(Memory::Use use, const std::byte* room) {
+void Shipment::run_in(Memory::Use use, const std::byte* buffer) {
   const auto ranks = static_cast<int>(sends_.size());
   std::vector<std::span<const std::byte>> sends(ranks);
   std::vector<int64_t> bytes(ranks);
   int64_t all = 0;
   for (int r = 0; r < ranks; ++r) {
     if (r == rank_) continue;
-    sends[r] = {room, static_cast<size_t>(bytes_of_all(sends_[r]))};
+    sends[r] = {buffer, static_cast<size_t>(bytes_of_all(sends_[r]))};
     bytes[r] = bytes_of_all(receives_[r]);
     all += bytes[r];
   }
-  std::byte* at = memory_.room(Memory::kReceives, all);
+  std::byte* at = memory_.buffer(Memory::kReceives, all);
   std::vector<std::span<std::byte>> receives(ranks);
   std::vector<std::vector<Memory::Place>> places(ranks);
   for (int r = 0; r < ranks; ++r) {
     if (r == rank_) continue;
     receives[r] = {at, static_cast<size_t>(bytes[r])};
     for (const Part& part : sends_[rank_]) {
-      for (int64_t b = 0; b < part.shape[0]; ++b) {  // whose rows lie side by side
+      for (int64_t b = 0; b < part.shape[0]; ++b) {  // the rows of a sequence are contiguous
         const Part rows = part.slice(0, b, 1);
-        places[r].push_back({rows.data - room, rows.bytes(), at + b * rows.bytes()});
+        places[r].push_back({rows.data - buffer, rows.bytes(), at + b * rows.bytes()});
       }
       at += bytes_of(part);
     }

@@ -10,36 +10,38 @@
 
 namespace fulgur::distributed {
 
-/// What a step brings. The parts for a rank are sent in the order of their calls, and received so.
+/// A step of transfers. The parts for a rank are received in the order of the calls of send().
 class Shipment {
  public:
   Shipment(const Group::Impl& group, Memory& memory);
   void send(int to, const Part& part) { sends_[to].push_back(part); }
   void receive(int from, const Part& part) { receives_[from].push_back({part, {}}); }
-  /// Calls take(part) with what comes, a part of the shape of `like`, rank after rank.
+  /// Calls take(part) with each received part, which has the shape of `like`, in the order of
+  /// ranks.
   using Take = std::function<void(const Part&)>;
   void receive(int from, const Part& like, Take take) {
     receives_[from].push_back({like, std::move(take)});
   }
-  /// Adds what comes to what there is, rank after rank: of f32 or f64.
+  /// Adds received parts, of f32 or f64, to `part` in the order of ranks.
   void receive_sum(int from, const Part& part) {
     receive(from, part, [this, part](const Part& came) { memory_.add(came, part); });
   }
 
-  /// Makes the step. `alone`: all ranks send to themselves only.
+  /// Executes the step. `alone`: all ranks send to themselves only.
   void run(bool alone);
-  /// Makes the step with what lies in a step's room, which begins there: what others have for this
-  /// rank lies in theirs where it has what it sends to itself.
-  void run_in(Memory::Use use, const std::byte* room);
+  /// Executes the step without packing: parts are sent from the buffer of a step, which begins at
+  /// `buffer`. The parts that a rank has for this one must lie in its buffer where the parts that
+  /// this rank sends to itself lie in its own.
+  void run_in(Memory::Use use, const std::byte* buffer);
 
  private:
   struct Target {
     Part part;
-    Take take;  ///< none: it is copied there
+    Take take;  ///< empty: the received part is copied to `part`
   };
   void take(const Part& from, const Target& to);
   void take_all(const std::vector<std::span<std::byte>>& receives);
-  /// Where what comes from a rank is to lie, where all of it is copied side by side.
+  /// The places of all parts from a rank; empty unless each is copied as one contiguous piece.
   std::vector<Memory::Place> places_of(int rank) const;
 
   int rank_;

@@ -12,7 +12,7 @@
 namespace fulgur::distributed {
 namespace {
 
-/// Elements [begin, begin + count) of a dimension, of which there may be one for all.
+/// Elements [begin, begin + count) of a dimension, unless it is broadcast (has size 1).
 template <class T>
 T narrow(T t, int dim, int64_t begin, int64_t count) {
   if (!t.given() || t.shape[dim] == 1) return t;
@@ -24,7 +24,7 @@ T narrow(T t, int dim, int64_t begin, int64_t count) {
 
 int64_t count_of(const KeyRange& keys) { return keys.end - keys.begin; }
 
-/// Of the bias of all ranks, or of its gradient: some queries and keys.
+/// The part of the bias, or of its gradient, for some sequences, heads, queries and keys.
 template <class T>
 T part_of_bias(const T& whole, const Sequences& s, const Heads& heads, const Heads& queries,
                const Heads& keys) {
@@ -41,7 +41,7 @@ T of_bias(const T& whole, const RowsCall& c, const Heads& heads) {
 Part part(const ConstTensor& t) { return Part::of_rows(t); }
 Part part(const Tensor& t) { return Part::of_rows(t); }
 
-/// The rows of a call, which lie from `at` on.
+/// The rows of a call, which begin at row `at`.
 Part part_of(const Part& x, const RowsCall& c, int64_t at) { return c.of.of(x).rows(at, c.size); }
 
 }  // namespace
@@ -53,39 +53,40 @@ StepCalls<Args>::StepCalls(const RowsPlan& plan, const Args& args, const Run& ru
       args_(args),
       run_(run),
       memory_(*plan.memory),
-      computing_(memory_.computing(run)),
+      computing_(memory_.compute_queue(run)),
       used_q_(plan.used_queries(args.lengths)),
       used_k_(plan.used_keys(args.lengths)) {
   run_.workspace = {};
-  memory_.after(computing_->mark());
+  memory_.wait(computing_->record());
   make_sums();
   streams_.fill({run_, computing_.get()});
-  // Sums over all calls of a run are made one after the other.
+  // With sums over all calls of a run, calls are executed one after the other.
   const bool sums_of_run = kBackward && (plan_.gathers_queries() || !sums.whole.empty() ||
                                          !dsinks.empty() || has_lengths());
-  const std::optional<Run> second = plan_.ring || sums_of_run ? std::nullopt : memory_.second(run_);
+  const std::optional<Run> second =
+      plan_.ring || sums_of_run ? std::nullopt : memory_.second_stream(run_);
   if (!second) return;
-  second_ = memory_.computing(*second);
+  second_ = memory_.compute_queue(*second);
   streams_[1] = {*second, second_.get()};
 }
 
 template <class Args>
-auto StepCalls<Args>::marks() -> Marks {
-  return {computing_->mark(), second_ == nullptr ? nullptr : second_->mark()};
+auto StepCalls<Args>::record() -> Events {
+  return {computing_->record(), second_ == nullptr ? nullptr : second_->record()};
 }
 
 template <class Args>
 void StepCalls<Args>::join() {
-  computing_->after(streams_[1].order->mark());
+  computing_->wait(streams_[1].queue->record());
 }
 
 template <class Args>
-void StepCalls<Args>::after(const Order::Mark& mark) {
-  for (const Stream& stream : streams_) stream.order->after(mark);
+void StepCalls<Args>::wait(const Queue::Event& event) {
+  for (const Stream& stream : streams_) stream.queue->wait(event);
 }
 
-/// Calls visit(source rank, run, sequences) for all runs of ranks whose queries, or keys, a rank
-/// has to compute; of each sequence where they have lengths of their own.
+/// Calls visit(source rank, run, sequences) for all runs whose queries, or keys, a rank has to
+/// compute; for each sequence separately if sequences have lengths of their own.
 template <class Args>
 template <class Visit>
 void StepCalls<Args>::each_run(const Rows& rows, int rank, const Visit& visit) const {
@@ -107,7 +108,6 @@ void StepCalls<Args>::each_run(const Rows& rows, int rank, const Visit& visit) c
   }
 }
 
-/// The queries of this rank, where they are.
 template <class Args>
 void StepCalls<Args>::set_queries(int64_t number, Step& step) const {
   const Heads heads = plan_.q_heads(plan_.heads(plan_.me, number));
@@ -128,7 +128,7 @@ void StepCalls<Args>::set_queries(int64_t number, Step& step) const {
   step.v = part(args_.v);
 }
 
-/// The options of a call of a part of a sequence.
+/// The options of a call that computes a part of a sequence.
 template <class Args>
 Options StepCalls<Args>::options_of(const Sequences& s, const Heads& heads, int64_t query,
                                     int64_t key) const {
@@ -144,8 +144,8 @@ Options StepCalls<Args>::options_of(const Sequences& s, const Heads& heads, int6
   return options;
 }
 
-/// The calls of a step, the one with the most scores first: a short one then fills what it leaves
-/// idle at its end. Sums of dk and dv are of the keys that some row of a call sees.
+/// The calls of a step, the one with the most scores first, so that short ones fill the SMs that
+/// idle at its end. A backward call has only the keys that some of its rows see.
 template <class Args>
 std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number, int rank) const {
   std::vector<RowsCall> calls;
@@ -154,7 +154,7 @@ std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number, int rank) c
     if (size <= 0) return;
     KeyRange keys{0, s.keys};
     if (plan_.ring || (kBackward && !plan_.gathers_queries())) {
-      constexpr int64_t kKeys = 64;  // at a multiple of which those of a call begin
+      constexpr int64_t kKeys = 64;  // the first key of a call is a multiple of it
       keys = visible_keys(p_.mask, {.sq = s.queries, .sk = s.keys}, run.begin, run.begin + size);
       keys.begin = std::min(keys.begin, keys.end) / kKeys * kKeys;
     }
@@ -167,7 +167,7 @@ std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number, int rank) c
       if (here.sequence != run.sequence || seen.empty()) continue;
       calls.push_back({source, run, s, size, seen, here.place + seen.begin - here.begin});
     }
-    // The sinks join the softmax once.
+    // A call without keys adds the sinks to the softmax, once.
     if (!kBackward && number == 0 && args_.sinks.given()) {
       calls.push_back({source, run, s, size, {}, 0});
     }
@@ -180,7 +180,8 @@ std::vector<RowsCall> StepCalls<Args>::calls_of_step(int64_t number, int rank) c
 
 template <class Args>
 void StepCalls<Args>::begin(const Step& step) {
-  if (has_lengths() || !dsinks.empty()) memory_.settle();  // the host waits for the step
+  if (has_lengths() || !dsinks.empty())
+    memory_.complete_transfers();  // the host reads data of the step
   if (has_lengths() && !plan_.ring) write_padding(step);
 }
 
@@ -206,18 +207,18 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
   const auto stream_of = [&](size_t call) -> const Stream& {
     return streams_[(call + (kBackward ? number : 0)) % 2];
   };
-  bool stores = false;  // the first call its dk and dv where those of others are added
-  Order::Mark added;    // what is there
+  bool stores = false;  // the first call stores dk and dv where those of the other calls are added
+  Queue::Event added;   // after the last addition to dk and dv
   if constexpr (kBackward) {
     if (args_.dsinks.given() && (!plan_.ring || number == 0)) compute_dsinks(heads, step);
     stores = first_call_covers();
     const KeyRange stored = stores ? calls.front().keys : KeyRange{};
     if (has_lengths() || !plan_.gathers_queries()) {
-      clear_outside(*stream_of(0).order, stored, step.dk);
-      clear_outside(*stream_of(0).order, stored, step.dv);
+      clear_outside(*stream_of(0).queue, stored, step.dk);
+      clear_outside(*stream_of(0).queue, stored, step.dv);
     }
   } else {
-    streams_[1].order->after(computing_->mark());
+    streams_[1].queue->wait(computing_->record());
   }
   for (size_t i = 0; i < calls.size(); ++i) {
     const RowsCall& c = calls[i];
@@ -225,12 +226,12 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
     const Options options = options_of(c.of, heads, c.run.begin, c.keys.begin);
     if constexpr (kBackward) {
       Args call = call_of(c, heads, step);
-      if (plan_.gathers_queries()) {  // dk and dv by calls of their own
+      if (plan_.gathers_queries()) {  // other calls compute dk and dv: compute_key_gradients
         backward(call, options, c, heads, stream);
         continue;
       }
       const bool in_place = i == 0 && stores;
-      if (i > 1 || !stores) stream.order->after(added);  // which takes the memory of a call
+      if (i > 1 || !stores) stream.queue->wait(added);  // part_dk and part_dv are in use until then
       const auto part = [&](const Part& x) { return c.of.of(x).rows(0, count_of(c.keys)); };
       const Part dk = in_place ? keys_of(c, step.dk) : part(step.part_dk);
       const Part dv = in_place ? keys_of(c, step.dv) : part(step.part_dv);
@@ -239,15 +240,15 @@ void StepCalls<Args>::compute(int64_t number, const Step& step) {
       backward(call, options, c, heads, stream);
       if (plan_.ring) {
         const int64_t at = plan_.place(plan_.me, c.source, c.run);
-        stream.order->add(part_of(step.dq, c, at), part_of(sums.dq, c, at));
+        stream.queue->add(part_of(step.dq, c, at), part_of(sums.dq, c, at));
       }
-      Order& first = *stream_of(0).order;
-      if (!in_place) {  // so that the other stream goes on with the next step
-        first.after(stream.order->mark());
+      Queue& first = *stream_of(0).queue;
+      if (!in_place) {  // in the first stream, so that the other one can go on with the next step
+        first.wait(stream.queue->record());
         first.add(dk, keys_of(c, step.dk));
         first.add(dv, keys_of(c, step.dv));
       }
-      added = first.mark();
+      added = first.record();
     } else {
       const Args call = forward_call_of(c, heads, step);
       fulgur::forward(call, options, stream.run);
@@ -271,7 +272,7 @@ Args StepCalls<Args>::forward_call_of(const RowsCall& c, const Heads& heads,
   return call;
 }
 
-/// What a call has of a step and of the caller's tensors, gradients of keys aside.
+/// The arguments of a call, but for the gradients of keys.
 template <class Args>
 Args StepCalls<Args>::call_of(const RowsCall& c, const Heads& heads, const Step& step) const {
   const int64_t at = plan_.place(plan_.me, c.source, c.run);
@@ -295,13 +296,13 @@ Args StepCalls<Args>::call_of(const RowsCall& c, const Heads& heads, const Step&
   return call;
 }
 
-/// The keys of a call, of those of all sequences.
+/// The keys of a call.
 template <class Args>
 Part StepCalls<Args>::keys_of(const RowsCall& c, const Part& x) const {
   return c.of.of(x).rows(c.keys_at, count_of(c.keys));
 }
 
-/// Computes a call, and adds what it gives of gradients that all ranks get whole.
+/// Computes a call, and adds its gradients of the bias and of tensors of expressions to the sums.
 template <class Args>
 void StepCalls<Args>::backward(Args call, const Options& options, const RowsCall& c,
                                const Heads& heads, const Stream& stream) const {
@@ -317,45 +318,45 @@ void StepCalls<Args>::backward(Args call, const Options& options, const RowsCall
       call.dbias = bias.tensor();
       ++whole;
     }
-    take_rooms(call.tensors);
+    set_gradients(call.tensors);
     fulgur::backward(call, options, stream.run);
-    if (args_.dbias.given()) stream.order->add(bias, sum_of_bias);
-    for (; whole != sums.whole.end(); ++whole) stream.order->add(whole->of_call, whole->sums);
+    if (args_.dbias.given()) stream.queue->add(bias, sum_of_bias);
+    for (; whole != sums.whole.end(); ++whole) stream.queue->add(whole->of_call, whole->sums);
   }
 }
 
-/// Tensors of expressions get the gradients of a call where there is room for them.
+/// Has the gradients of tensors of expressions written to the memory for those of one call.
 template <class Args>
-void StepCalls<Args>::take_rooms(std::vector<TensorBinding>& tensors) const {
-  auto room = sums.whole.rbegin();
+void StepCalls<Args>::set_gradients(std::vector<TensorBinding>& tensors) const {
+  auto buffer = sums.whole.rbegin();
   for (auto t = tensors.rbegin(); t != tensors.rend(); ++t) {
     if (!t->grad.given()) continue;
-    t->grad = room->shaped(room->of_call);
-    ++room;
+    t->grad = buffer->shaped(buffer->of_call);
+    ++buffer;
   }
 }
 
-/// Sums of dk or dv of all keys but some, which are stored.
+/// Clears the sums of dk or dv, but for the keys that the first call stores.
 template <class Args>
-void StepCalls<Args>::clear_outside(Order& order, const KeyRange& stored,
+void StepCalls<Args>::clear_outside(Queue& queue, const KeyRange& stored,
                                     const Part& of_keys) const {
-  if (stored.empty()) return order.clear(of_keys);
+  if (stored.empty()) return queue.clear(of_keys);
   for (int64_t b = 0; b < of_keys.shape[0]; ++b) {
     const Part of_sequence = of_keys.slice(0, b, 1);
-    order.clear(of_sequence.rows(0, stored.begin));
-    order.clear(of_sequence.rows(stored.end, of_keys.shape[1] - stored.end));
+    queue.clear(of_sequence.rows(0, stored.begin));
+    queue.clear(of_sequence.rows(stored.end, of_keys.shape[1] - stored.end));
   }
 }
 
-/// Whether the first call of a step has all keys of all sequences, so that its dk and dv are
-/// where others are added.
+/// Whether the first call of a step has all keys of all sequences, so that it stores its dk and dv
+/// where those of the other calls are added.
 template <class Args>
 bool StepCalls<Args>::first_call_covers() const {
   return !plan_.ring && !plan_.gathers_queries() && !plan_.packed && !has_lengths() &&
          plan_.queries() > 0;
 }
 
-/// What no query and no key gets: no results, and gradients of 0.
+/// Writes the results of rows that do not exist: out and gradients 0, LSE -inf.
 template <class Args>
 void StepCalls<Args>::write_padding(const Step& step) const {
   if constexpr (kBackward) {
@@ -378,7 +379,7 @@ template <class Args>
 void StepCalls<Args>::fill(Part to, float value) const {
   const std::vector<float> row(to.shape[3], value);
   const int64_t bytes = std::ssize(row) * int64_t{sizeof(float)};
-  Part from{memory_.room(Memory::kRow, bytes), DType::kF32, to.shape, {0, 0, 0, 1}, p_.device};
+  Part from{memory_.buffer(Memory::kRow, bytes), DType::kF32, to.shape, {0, 0, 0, 1}, p_.device};
   computing_->upload(from.data, row.data(), bytes);
   computing_->round(from, to);
 }
@@ -390,7 +391,7 @@ ConstTensor StepCalls<Args>::slopes(const Heads& heads, const Sequences& s) cons
   return narrow(own, t.rank - 1, heads.begin, heads.count);
 }
 
-/// dK and dV of the keys of this node, by all queries.
+/// Computes dK and dV of the keys of this node from all queries.
 template <class Args>
 void StepCalls<Args>::compute_key_gradients(const Heads& heads, const Step& step) {
   if constexpr (kBackward) {
@@ -414,7 +415,8 @@ void StepCalls<Args>::compute_key_gradients(const Heads& heads, const Step& step
       call.rng_state = args_.rng_state;
       call.bias = part_of_bias(args_.bias, s, heads, {0, count}, {run.begin, size});
       call.tensors = args_.tensors;
-      take_rooms(call.tensors);  // unused, but calls without them have other kernels, and bits
+      set_gradients(
+          call.tensors);  // not used, but without them calls have other kernels and other bits
       call.dk = keys(step.dk);
       call.dv = keys(step.dv);
       fulgur::backward(call, options_of(s, heads, 0, run.begin), run_);
@@ -422,17 +424,18 @@ void StepCalls<Args>::compute_key_gradients(const Heads& heads, const Step& step
   }
 }
 
-/// Those of the queries at hand, which need no keys: LSE knows of them.
+/// Adds the gradients of sinks from the queries of this rank. They need no keys, as LSE holds them.
 template <class Args>
 void StepCalls<Args>::compute_dsinks(const Heads& heads, const Step& step) {
   if constexpr (kBackward) {
     const bool whole = plan_.gathers_queries();
-    if (whole && plan_.me >= plan_.head_ranks) return;              // others have the same
-    std::vector<double> sinks(heads.count), of_heads(heads.count);  // room for any dtype
+    if (whole && plan_.me >= plan_.head_ranks) return;  // other ranks compute the same
+    std::vector<double> sinks(heads.count),
+        of_heads(heads.count);  // of 8 bytes, as large as any dtype
     const DType dtype = whole ? args_.sinks.dtype : DType::kF32;
     for (int64_t h = 0; h < heads.count; ++h) {
       const ConstTensor one = narrow(args_.sinks, 0, heads.begin + h, 1);
-      double element = 0;  // room for any dtype
+      double element = 0;  // as large as any dtype
       if (on_host(one)) {
         plan_.host_memory->download(&element, one.data, size_of(one.dtype));
       } else {
@@ -450,15 +453,15 @@ void StepCalls<Args>::compute_dsinks(const Heads& heads, const Step& step) {
     if (p_.has(Arg::kDlse)) call.dlse = step.dlse.lse();
     call.dq = step.dq.tensor();
     call.sinks = ConstTensor::contiguous(sinks.data(), dtype, {heads.count});
-    std::byte* const room = memory_.room(Memory::kRow, p_.hq * int64_t{sizeof(double)});
-    call.dsinks = Tensor::contiguous(room, dtype, {heads.count});
+    std::byte* const buffer = memory_.buffer(Memory::kRow, p_.hq * int64_t{sizeof(double)});
+    call.dsinks = Tensor::contiguous(buffer, dtype, {heads.count});
     call.dsinks.device = p_.device;
     Options options;
     options.invariant = p_.invariant;
     options.threads = plan_.options.threads;
     options.engine = plan_.options.engine;
     fulgur::backward(call, options, run_);
-    computing_->download(of_heads.data(), room, heads.count * size_of(dtype));
+    computing_->download(of_heads.data(), buffer, heads.count * size_of(dtype));
     for (int64_t h = 0; h < heads.count; ++h) {
       dsinks[heads.begin + h] = load_element(of_heads.data(), dtype, h);
     }
@@ -467,9 +470,9 @@ void StepCalls<Args>::compute_dsinks(const Heads& heads, const Step& step) {
 
 template <class Args>
 void StepCalls<Args>::make_sums() {
-  StepMemory arena(memory_.room(Memory::kSums, plan_.sum_bytes), p_.device);
+  StepMemory arena(memory_.buffer(Memory::kSums, plan_.sum_bytes), p_.device);
   sums = Sums(plan_, args_, arena);
-  if (plan_.ring) computing_->after(memory_.mark());
+  if (plan_.ring) computing_->wait(memory_.record());
   if constexpr (kBackward) {
     if (plan_.ring) {
       computing_->clear(sums.dq);

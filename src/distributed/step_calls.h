@@ -1,4 +1,4 @@
-/// What a rank computes of a call of all ranks, step by step.
+/// The computation of a rank in a call of all ranks, step by step.
 #pragma once
 
 #include <array>
@@ -13,16 +13,16 @@
 
 namespace fulgur::distributed {
 
-/// Sequences of the batch, side by side, that a call computes, and their lengths. The first one's
-/// number is that of all packed sequences.
+/// Consecutive sequences of the batch that a call computes, and their lengths. `number`: the index
+/// of the first one among all packed sequences.
 struct Sequences {
   int64_t number, first, count, queries, keys;
 
   Part of(const Part& x) const { return x.slice(0, first, count); }
 };
 
-/// A run of rows as a call, with those of all keys that it computes with, and where these begin
-/// among the keys at hand.
+/// A call of one run of rows, with the range of keys that it computes with. `keys_at`: where these
+/// begin among the keys that the rank has in the step.
 struct RowsCall {
   int source;
   RowRun run;
@@ -32,7 +32,7 @@ struct RowsCall {
   int64_t keys_at;
 };
 
-/// The calls of the one-device engine that a run makes of its steps. A run of rows is a call, so
+/// The calls of a one-device engine that compute the steps of a run. Each run of rows is a call, so
 /// that the sums of a row are those of one device.
 template <class Args>
 class StepCalls {
@@ -41,36 +41,38 @@ class StepCalls {
  public:
   StepCalls(const RowsPlan& plan, const Args& args, const Run& run);
 
-  /// The queries of this rank, where they are, and of a ring its keys, with which it begins.
+  /// Sets the parts of a step that lie in the caller's tensors: queries that are not transferred
+  /// and, in the first step of a ring, keys.
   void set_queries(int64_t number, Step& step) const;
   void compute(int64_t number, const Step& step);
 
-  /// What begins a step: the host has it, and rows that do not exist have results.
+  /// Begins a step: waits for transfers if the host reads their data, and writes the results of
+  /// rows that do not exist.
   void begin(const Step& step);
   /// The calls of a rank in a step, the one with the most scores first.
   std::vector<RowsCall> calls_of_step(int64_t number, int rank) const;
-  /// A call of the forward pass by one thread, with the queries and keys of some heads.
+  /// Computes a call of the forward pass by the calling thread alone, for some heads.
   void compute_alone(const RowsCall& c, const Heads& heads, const Step& step) const;
   int threads() const;
 
-  /// All calls until now, of each stream.
-  using Marks = std::array<Order::Mark, 2>;
-  Marks marks();
-  /// Calls from now on wait for a mark.
-  void after(const Order::Mark& mark);
+  /// An event of each stream, after all calls up to now.
+  using Events = std::array<Queue::Event, 2>;
+  Events record();
+  /// The following calls wait for an event.
+  void wait(const Queue::Event& event);
   /// The stream of the run waits for all calls.
   void join();
-  /// The results of a ring's forward pass.
+  /// Rounds the merged results of a ring's forward pass to out and lse.
   void round_merged() const;
 
   Sums sums;
-  std::vector<double> dsinks;  ///< of each head, if they are wanted
+  std::vector<double> dsinks;  ///< of each head, if dsinks are requested
 
  private:
-  /// What calls are put on.
+  /// A stream that executes calls.
   struct Stream {
     Run run;
-    Order* order = nullptr;
+    Queue* queue = nullptr;
   };
 
   bool has_lengths() const { return !used_q_.empty() || !used_k_.empty(); }
@@ -81,11 +83,11 @@ class StepCalls {
   Args forward_call_of(const RowsCall& c, const Heads& heads, const Step& step) const;
   void backward(Args call, const Options& options, const RowsCall& c, const Heads& heads,
                 const Stream& stream) const;
-  void take_rooms(std::vector<TensorBinding>& tensors) const;
+  void set_gradients(std::vector<TensorBinding>& tensors) const;
   void compute_key_gradients(const Heads& heads, const Step& step);
   void compute_dsinks(const Heads& heads, const Step& step);
   bool first_call_covers() const;
-  void clear_outside(Order& order, const KeyRange& stored, const Part& sums) const;
+  void clear_outside(Queue& queue, const KeyRange& stored, const Part& sums) const;
   void write_padding(const Step& step) const;
   void fill(Part to, float value) const;
   Part keys_of(const RowsCall& c, const Part& x) const;
@@ -97,11 +99,11 @@ class StepCalls {
   const Args& args_;
   Run run_;
   Memory& memory_;
-  std::unique_ptr<Order> computing_, second_;
-  /// Calls take them in turn, and steps of the backward pass: one begins where the one before
-  /// leaves SMs idle.
+  std::unique_ptr<Queue> computing_, second_;
+  /// Calls of the forward pass, and steps of the backward pass, alternate between two streams, so
+  /// that one starts where the previous one leaves SMs idle.
   std::array<Stream, 2> streams_;
-  std::vector<int64_t> used_q_, used_k_;  // of each sequence, where not all rows exist
+  std::vector<int64_t> used_q_, used_k_;  // of each sequence; empty if all rows are used
 };
 
 }  // namespace fulgur::distributed

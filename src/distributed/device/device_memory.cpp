@@ -22,13 +22,14 @@ namespace {
 
 using namespace cuda;
 
-constexpr int kPriority = -8;                   // the driver takes the highest that there is
-constexpr int kAddBlocks = 4;                   // of an SM
-constexpr std::chrono::milliseconds kBeat{20};  // after which ranks say that they still wait
+constexpr int kPriority = -8;  // the driver clamps it to its highest priority
+constexpr int kAddBlocks = 4;  // CTAs per SM
+constexpr std::chrono::milliseconds kHeartbeat{
+    20};  // period in which waiting ranks tell that they are alive
 
 CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
 
-/// Rounds rows of f32, or their sums with others.
+/// Rounds rows of f32 to `to`, or the sums of rows and `with`.
 void add_rows(Gpu& gpu, CUstream stream, const Part& from, const Part* with, const Part& to) {
   if (to.bytes() == 0) return;
   const auto strided = [](const Part& x) {
@@ -44,7 +45,7 @@ void add_rows(Gpu& gpu, CUstream stream, const Part& from, const Part* with, con
          kAddRowsThreads, 0, "launching the kernel that adds rows");
 }
 
-/// What names the machine that a process runs on.
+/// An id of the machine that this process runs on.
 std::string machine() {
   std::string id;
   std::ifstream("/proc/sys/kernel/random/boot_id") >> id;
@@ -62,7 +63,8 @@ void OnStream<Interface>::copy(const Part& from, const Part& to) {
             "cuMemcpyAsync");
       return;
     }
-    if (std::min(x.from_pitch, x.to_pitch) < x.width) {  // rows that lie over each other
+    if (std::min(x.from_pitch, x.to_pitch) <
+        x.width) {  // overlapping rows, which a 2D copy does not take
       for (int64_t line = 0; line < x.count; ++line) {
         check(driver().cuMemcpyAsync(address(x.to + line * x.to_pitch),
                                      address(x.from + line * x.from_pitch), x.width, stream_),
@@ -108,40 +110,40 @@ void OnStream<Interface>::upload(void* to, const void* from, int64_t bytes) {
   if (bytes == 0) return;
   const CurrentContext current(gpu_.context());
   check(driver().cuMemcpyAsync(address(to), address(from), bytes, stream_), "cuMemcpyAsync");
-  finish();
+  synchronize();
 }
 
 template <class Interface>
-auto OnStream<Interface>::mark() -> Mark {
+auto OnStream<Interface>::record() -> Event {
   const CurrentContext current(gpu_.context());
-  CUevent event = nullptr;
-  check(driver().cuEventCreate(&event, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
-  Mark mark(event, [](void* made) { driver().cuEventDestroy(static_cast<CUevent>(made)); });
-  check(driver().cuEventRecord(event, stream_), "cuEventRecord");
-  return mark;
+  CUevent handle = nullptr;
+  check(driver().cuEventCreate(&handle, CU_EVENT_DISABLE_TIMING), "cuEventCreate");
+  Event event(handle, [](void* made) { driver().cuEventDestroy(static_cast<CUevent>(made)); });
+  check(driver().cuEventRecord(handle, stream_), "cuEventRecord");
+  return event;
 }
 
 template <class Interface>
-void OnStream<Interface>::after(const Mark& mark) {
-  if (mark == nullptr) return;
+void OnStream<Interface>::wait(const Event& event) {
+  if (event == nullptr) return;
   const CurrentContext current(gpu_.context());
-  check(driver().cuStreamWaitEvent(stream_, static_cast<CUevent>(mark.get()), 0),
+  check(driver().cuStreamWaitEvent(stream_, static_cast<CUevent>(event.get()), 0),
         "cuStreamWaitEvent");
 }
 
 template <class Interface>
-void OnStream<Interface>::finish() {
+void OnStream<Interface>::synchronize() {
   const CurrentContext current(gpu_.context());
   check(driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
 }
 
-template class OnStream<Order>;
+template class OnStream<Queue>;
 template class OnStream<Memory>;
 
 DeviceMemory::DeviceMemory(Group::Impl& group, int index)
     : OnStream(Gpu::at(index), nullptr),
       group_(group),
-      carrier_(group.of_gpus()),
+      carrier_(group.gpu_transport()),
       opened_(group.ranks) {
   std::optional<Error> error;
   try {
@@ -177,39 +179,40 @@ DeviceMemory::~DeviceMemory() {
         if (other.data != 0) driver().cuIpcCloseMemHandle(other.data);
       }
     }
-    for (const Room& room : rooms_) {
-      if (room.data != 0) driver().cuMemFree(room.data);
+    for (const Buffer& buffer : buffers_) {
+      if (buffer.data != 0) driver().cuMemFree(buffer.data);
     }
     for (const CUdeviceptr data : replaced_) driver().cuMemFree(data);
     driver().cuStreamDestroy(stream_);
     driver().cuStreamDestroy(second_);
-  } catch (const Error&) {  // the process ends, and the driver has
+  } catch (const Error&) {  // at the end of the process the driver may be gone already
   }
 }
 
-std::byte* DeviceMemory::room(Use use, int64_t bytes) {
-  Room& room = room_of(use);
-  if (room.data == 0 || room.bytes < bytes) {
+std::byte* DeviceMemory::buffer(Use use, int64_t bytes) {
+  Buffer& buffer = buffer_of(use);
+  if (buffer.data == 0 || buffer.bytes < bytes) {
     const CurrentContext current(gpu_.context());
-    if (room.data != 0) replaced_.push_back(room.data);
-    room = {};
+    if (buffer.data != 0) replaced_.push_back(buffer.data);
+    buffer = {};
     const int64_t size = std::max<int64_t>(bytes, 1 << 21);
-    check(driver().cuMemAlloc(&room.data, size),
+    check(driver().cuMemAlloc(&buffer.data, size),
           fmt::format("{} bytes for rows of other ranks", size).c_str());
-    room.bytes = size;
+    buffer.bytes = size;
     if ((use == kSends || use == kStep || use == kNextStep) && carrier_ == nullptr) {
-      check(driver().cuIpcGetMemHandle(&room.handle, room.data), "cuIpcGetMemHandle");
+      check(driver().cuIpcGetMemHandle(&buffer.handle, buffer.data), "cuIpcGetMemHandle");
     }
   }
-  if (use == kSends && signals_) {  // of the exchange before the last one
+  if (use == kSends &&
+      signals_) {  // other ranks still read the data of the exchange before the last one
     const CurrentContext current(gpu_.context());
     each_other([&](int r) { signals_->wait(stream_, r, Signals::kTaken, count_ - 1); });
   }
-  return reinterpret_cast<std::byte*>(room.data);
+  return reinterpret_cast<std::byte*>(buffer.data);
 }
 
 CUdeviceptr DeviceMemory::open(int rank, const Offer& offer) {
-  if (offer.process == static_cast<uint64_t>(getpid())) return offer.room + offer.offset;
+  if (offer.process == static_cast<uint64_t>(getpid())) return offer.buffer + offer.offset;
   Opened& other = opened_[rank].at(offer.number);
   if (other.data == 0 || std::memcmp(&other.handle, &offer.handle, sizeof(CUipcMemHandle)) != 0) {
     if (other.data != 0) check(driver().cuIpcCloseMemHandle(other.data), "cuIpcCloseMemHandle");
@@ -226,28 +229,28 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
     Use from, std::span<const std::span<const std::byte>> sends, std::span<const int64_t> bytes,
     std::span<const std::vector<Place>> places) {
   const CurrentContext current(gpu_.context());
-  std::vector<int64_t> to_room(bytes.begin(), bytes.end());
+  std::vector<int64_t> to_buffer(bytes.begin(), bytes.end());
   for (int r = 0; r < group_.ranks; ++r) {
-    if (carrier_ == nullptr && !places[r].empty()) to_room[r] = 0;
+    if (carrier_ == nullptr && !places[r].empty()) to_buffer[r] = 0;
   }
-  const std::vector<std::span<std::byte>> receives = room_to_receive(to_room);
-  unsettled_ = true;
+  const std::vector<std::span<std::byte>> receives = receive_buffers(to_buffer);
+  has_transfers_ = true;
   if (carrier_ != nullptr) {
     carrier_->exchange(sends, receives, stream_);
     return receives;
   }
-  const Room& room = room_of(from);
-  std::vector<Offer> mine(group_.ranks, {.handle = room.handle,
+  const Buffer& buffer = buffer_of(from);
+  std::vector<Offer> mine(group_.ranks, {.handle = buffer.handle,
                                          .process = static_cast<uint64_t>(getpid()),
-                                         .room = room.data,
-                                         .number = room_number(from)});
+                                         .buffer = buffer.data,
+                                         .number = buffer_number(from)});
   for (int r = 0; r < group_.ranks; ++r) {
-    mine[r].offset = address(sends[r].data()) - room.data;
+    mine[r].offset = address(sends[r].data()) - buffer.data;
     mine[r].bytes = sends[r].size();
   }
   ++count_;
-  each_other([&](int r) { signals_->tell(stream_, r, Signals::kReady, count_); });
-  const std::vector<Offer> theirs = group_.tell(mine);
+  each_other([&](int r) { signals_->signal(stream_, r, Signals::kReady, count_); });
+  const std::vector<Offer> theirs = group_.all_to_all(mine);
   turn_ = 1 - turn_;
   each_other([&](int r) {
     group_.check_bytes(r, theirs[r].bytes, bytes[r]);
@@ -260,7 +263,7 @@ std::vector<std::span<std::byte>> DeviceMemory::exchange(
     };
     for (const Place& place : places[r]) take(place);
     take({0, std::ssize(receives[r]), receives[r].data()});
-    signals_->tell(stream_, r, Signals::kTaken, count_);
+    signals_->signal(stream_, r, Signals::kTaken, count_);
   });
   return receives;
 }
@@ -274,26 +277,26 @@ bool DeviceMemory::done() const {
 
 bool DeviceMemory::taken() const {
   bool all = true;
-  each_other([&](int r) { all = all && signals_->told(r, Signals::kTaken, count_); });
+  each_other([&](int r) { all = all && signals_->has_signaled(r, Signals::kTaken, count_); });
   return all;
 }
 
-void DeviceMemory::settle() {
-  if (!std::exchange(unsettled_, false)) return;
-  for (bool all = carrier_ != nullptr;
-       !all;) {  // a rank that has left is noticed when it says nothing
-    const auto end = std::chrono::steady_clock::now() + kBeat;
+void DeviceMemory::complete_transfers() {
+  if (!std::exchange(has_transfers_, false)) return;
+  // All ranks exchange messages while they wait, so that a rank that has left is noticed.
+  for (bool all = carrier_ != nullptr; !all;) {
+    const auto end = std::chrono::steady_clock::now() + kHeartbeat;
     char mine = 0;
     do {
       mine = taken() || done() ? 1 : 0;
       std::this_thread::yield();
     } while (mine == 0 && std::chrono::steady_clock::now() < end);
-    std::vector<char> theirs = group_.tell(std::vector<char>(group_.ranks, mine));
+    std::vector<char> theirs = group_.all_to_all(std::vector<char>(group_.ranks, mine));
     theirs[group_.rank] = mine;
     all = std::ranges::find(theirs, 0) == theirs.end();
   }
   if (replaced_.empty()) return;
-  finish();  // what came may be taken from there yet
+  synchronize();  // copies from the old buffers may still run
   const CurrentContext current(gpu_.context());
   for (const CUdeviceptr data : std::exchange(replaced_, {})) {
     check(driver().cuMemFree(data), "cuMemFree");
@@ -304,19 +307,19 @@ void DeviceMemory::abandon() {
   try {
     const OutsideCapture outside;
     while (signals_ && !done()) signals_->end_waits(count_);
-  } catch (const Error&) {  // the device does nothing more
+  } catch (const Error&) {  // the device executes nothing any more
   }
 }
 
-std::unique_ptr<Order> DeviceMemory::computing(const Run& run) {
+std::unique_ptr<Queue> DeviceMemory::compute_queue(const Run& run) {
   const CurrentContext current(gpu_.context());
   if (is_capturing(static_cast<CUstream>(run.stream))) {
     fail("stream", "is being captured, want calls of groups outside of graphs");
   }
-  return std::make_unique<OnStream<Order>>(gpu_, static_cast<CUstream>(run.stream));
+  return std::make_unique<OnStream<Queue>>(gpu_, static_cast<CUstream>(run.stream));
 }
 
-std::optional<Run> DeviceMemory::second(const Run& run) {
+std::optional<Run> DeviceMemory::second_stream(const Run& run) {
   Run other = run;
   other.stream = second_;
   return other;

@@ -1,6 +1,6 @@
-/// Memory of a GPU. Copy engines bring rows from other ranks, whose memory is opened here, so that
-/// transfers take no SM and overlap attention. The host says where rows lie; that they are there,
-/// and that they have been taken, streams tell each other.
+/// Memory of a GPU. Copy engines fetch rows from other ranks, whose memory is opened here, so that
+/// transfers occupy no SM and overlap with attention. The hosts exchange the addresses of rows; the
+/// streams signal to each other when rows are ready and when they have been fetched (Signals).
 #pragma once
 
 #include <array>
@@ -19,7 +19,7 @@ namespace fulgur::distributed {
 template <class Interface>
 class OnStream : public Interface {
  public:
-  using typename Interface::Mark;
+  using typename Interface::Event;
   OnStream(cuda::Gpu& gpu, cuda::CUstream stream) : gpu_(gpu), stream_(stream) {}
   void copy(const Part& from, const Part& to) override;
   void sum(const Part& from, const Part& with, const Part& to) override;
@@ -27,9 +27,9 @@ class OnStream : public Interface {
   void clear(const Part& part) override;
   void download(void* to, const void* from, int64_t bytes) override;
   void upload(void* to, const void* from, int64_t bytes) override;
-  Mark mark() override;
-  void after(const Mark& mark) override;
-  void finish() override;
+  Event record() override;
+  void wait(const Event& event) override;
+  void synchronize() override;
 
  protected:
   cuda::Gpu& gpu_;
@@ -38,59 +38,61 @@ class OnStream : public Interface {
 
 class DeviceMemory final : public OnStream<Memory> {
  public:
-  /// Collective.
+  /// Collective: all ranks construct it together.
   DeviceMemory(Group::Impl& group, int index);
   ~DeviceMemory() override;
-  std::byte* room(Use use, int64_t bytes) override;
+  std::byte* buffer(Use use, int64_t bytes) override;
   std::vector<std::span<std::byte>> exchange(Use from,
                                              std::span<const std::span<const std::byte>> sends,
                                              std::span<const int64_t> receives,
                                              std::span<const std::vector<Place>> places) override;
-  bool offers_steps() const override { return carrier_ == nullptr; }
-  void settle() override;
+  bool fetches_in_place() const override { return carrier_ == nullptr; }
+  void complete_transfers() override;
   void abandon() override;
-  std::unique_ptr<Order> computing(const Run& run) override;
-  std::optional<Run> second(const Run& run) override;
+  std::unique_ptr<Queue> compute_queue(const Run& run) override;
+  std::optional<Run> second_stream(const Run& run) override;
 
  private:
-  struct Room {
+  struct Buffer {
     cuda::CUdeviceptr data = 0;
     int64_t bytes = 0;
-    cuda::CUipcMemHandle handle{};  ///< of what others open
+    cuda::CUipcMemHandle handle{};  ///< by which other ranks open it
   };
   /// Memory of another rank, opened here.
   struct Opened {
     cuda::CUipcMemHandle handle{};
     cuda::CUdeviceptr data = 0;
   };
-  /// What a rank says of the bytes that it has for another one.
+  /// Where a rank finds the bytes that another rank has for it.
   struct Offer {
     cuda::CUipcMemHandle handle{};
-    uint64_t process = 0, room = 0, offset = 0, bytes = 0, number = 0;
+    uint64_t process = 0, buffer = 0, offset = 0, bytes = 0, number = 0;
   };
-  uint64_t room_number(Use use) const { return use == kSends ? kUses + turn_ : uint64_t{use}; }
-  Room& room_of(Use use) { return rooms_.at(room_number(use)); }
+  uint64_t buffer_number(Use use) const { return use == kSends ? kUses + turn_ : uint64_t{use}; }
+  Buffer& buffer_of(Use use) { return buffers_.at(buffer_number(use)); }
   cuda::CUdeviceptr open(int rank, const Offer& offer);
-  /// Visits all ranks but this one, the next one first.
+  /// Calls visit(rank) for all ranks but this one, starting with the next one.
   template <class Visit>
   void each_other(const Visit& visit) const {
     for (int i = 1; i < group_.ranks; ++i) visit((group_.rank + i) % group_.ranks);
   }
-  /// Whether all that is in the stream has been done.
+  /// Whether the stream has executed all of its operations.
   bool done() const;
-  /// Whether what comes from all ranks has come, by the last exchange.
+  /// Whether this rank has received all rows of the last exchange.
   bool taken() const;
 
   Group::Impl& group_;
-  GpuTransport* const carrier_;  ///< of rows; null: they are fetched from other ranks' memory
-  /// The last two are kSends in turn, so that others take what lies there while the next exchange
-  /// is prepared.
-  std::array<Room, kUses + 2> rooms_;
+  GpuTransport* const
+      carrier_;  ///< transfers rows; null: they are fetched from other ranks' memory
+  /// One for each Use, then two that are kSends by turns, so that other ranks fetch from one while
+  /// the other one is filled for the next exchange.
+  std::array<Buffer, kUses + 2> buffers_;
   uint64_t turn_ = 0;
-  std::vector<cuda::CUdeviceptr> replaced_;            ///< that streams may use, of others, too
-  std::vector<std::array<Opened, kUses + 2>> opened_;  ///< as rooms_, of each rank
-  bool unsettled_ = false;
-  uint32_t count_ = 0;  ///< of exchanges
+  std::vector<cuda::CUdeviceptr>
+      replaced_;  ///< old buffers that streams, also of other ranks, may still use
+  std::vector<std::array<Opened, kUses + 2>> opened_;  ///< of each rank, in the order of buffers_
+  bool has_transfers_ = false;
+  uint32_t count_ = 0;  ///< number of exchanges
   std::optional<Signals> signals_;
   cuda::CUstream second_ = nullptr;
 };

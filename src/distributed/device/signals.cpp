@@ -21,34 +21,34 @@ Signals::Signals(Group::Impl& group) : rank_(group.rank), ranks_(group.ranks) {
       error = failed;
     }
   };
-  SharedRoom made;
-  if (rank_ == 0) attempt([&] { made = SharedRoom::make(bytes); });
-  const auto& [process, file, mark] = made.name();
-  const std::vector<int64_t> name = group.agree(error, {}, {process, file, mark})[0];
+  SharedMemory made;
+  if (rank_ == 0) attempt([&] { made = SharedMemory::make(bytes); });
+  const auto& [process, file, id] = made.name();
+  const std::vector<int64_t> name = group.agree(error, {}, {process, file, id})[0];
   attempt([&] {
-    use(rank_ == 0 ? std::move(made) : SharedRoom::open({name[0], name[1], name[2]}, bytes));
+    use(rank_ == 0 ? std::move(made) : SharedMemory::open({name[0], name[1], name[2]}, bytes));
   });
-  group.agree(error, {}, {});  // all have opened it
+  group.agree(error, {}, {});  // a barrier: all ranks have opened it
 }
 
-void Signals::use(SharedRoom room) {
-  check(driver().cuMemHostRegister(room.data(), room.bytes(),
+void Signals::use(SharedMemory memory) {
+  check(driver().cuMemHostRegister(memory.data(), memory.bytes(),
                                    CU_MEMHOSTREGISTER_PORTABLE | CU_MEMHOSTREGISTER_DEVICEMAP),
         "cuMemHostRegister");
-  room_ = std::move(room);
-  check(driver().cuMemHostGetDevicePointer(&on_device_, room_.data(), 0),
+  memory_ = std::move(memory);
+  check(driver().cuMemHostGetDevicePointer(&on_device_, memory_.data(), 0),
         "cuMemHostGetDevicePointer");
 }
 
 Signals::~Signals() {
-  if (room_.data() != nullptr) driver().cuMemHostUnregister(room_.data());
+  if (memory_.data() != nullptr) driver().cuMemHostUnregister(memory_.data());
 }
 
 CUdeviceptr Signals::address(const uint32_t& count) const {
-  return on_device_ + (reinterpret_cast<const std::byte*>(&count) - room_.data());
+  return on_device_ + (reinterpret_cast<const std::byte*>(&count) - memory_.data());
 }
 
-void Signals::tell(CUstream stream, int to, What what, uint32_t count) const {
+void Signals::signal(CUstream stream, int to, What what, uint32_t count) const {
   check(driver().cuStreamWriteValue32(stream, address(cell(to, rank_).counts[what]), count, 0),
         "cuStreamWriteValue32");
 }
@@ -59,15 +59,16 @@ void Signals::wait(CUstream stream, int from, What what, uint32_t count) const {
         "cuStreamWaitValue32");
 }
 
-bool Signals::told(int to, What what, uint32_t count) const {
+bool Signals::has_signaled(int to, What what, uint32_t count) const {
   const uint32_t last = std::atomic_ref(cell(to, rank_).counts[what]).load();
-  return static_cast<int32_t>(last - count) >= 0;  // as GPUs compare
+  return static_cast<int32_t>(last - count) >= 0;  // as cuStreamWaitValue32 compares
 }
 
 void Signals::end_waits(uint32_t count) const {
   for (int from = 0; from < ranks_; ++from) {
     for (uint32_t& counted : cell(rank_, from).counts) {
-      std::atomic_ref(counted).store(count + (1u << 30));  // as GPUs compare: by the difference
+      std::atomic_ref(counted).store(
+          count + (1u << 30));  // later than any count: GPUs compare by the difference
     }
   }
 }

@@ -13,14 +13,15 @@
 namespace fulgur::distributed {
 namespace {
 
-// As long as it may take to be woken up, first by looks that cost nothing but this processor, then
-// by such that let others have it.
-constexpr int kLooks = 2000;
+// Polling takes as long as a wake-up may take: first kSpins times without giving up the processor,
+// then with sched_yield().
+constexpr int kSpins = 2000;
 constexpr std::chrono::microseconds kYielding{200};
 
-/// Until the word is another one, or so long.
-void sleep_while(const std::atomic<uint32_t>& word, uint32_t is, std::chrono::milliseconds most) {
-  timespec time{most.count() / 1000, most.count() % 1000 * 1'000'000};
+/// Sleeps while the word has this value, at most until the timeout.
+void sleep_while(const std::atomic<uint32_t>& word, uint32_t is,
+                 std::chrono::milliseconds timeout) {
+  timespec time{timeout.count() / 1000, timeout.count() % 1000 * 1'000'000};
   syscall(SYS_futex, &word, FUTEX_WAIT, is, &time, nullptr, 0);
 }
 
@@ -38,16 +39,16 @@ void pause_briefly() {
 
 }  // namespace
 
-/// A message of one rank for another one.
+/// A message from one rank to another one.
 struct alignas(64) Mailbox::Slot {
-  std::atomic<uint32_t> step;    ///< of the message that is there
-  std::atomic<uint32_t> asleep;  ///< whether somebody waits for another one so
+  std::atomic<uint32_t> step;    ///< of the message in the slot
+  std::atomic<uint32_t> asleep;  ///< whether the receiver sleeps
   uint64_t size;
-  std::byte message[kMost];
+  std::byte message[kMaxBytes];
 };
 
-Mailbox::Mailbox(SharedRoom room, int rank, int ranks)
-    : room_(std::move(room)), rank_(rank), ranks_(ranks) {
+Mailbox::Mailbox(SharedMemory memory, int rank, int ranks)
+    : memory_(std::move(memory)), rank_(rank), ranks_(ranks) {
   static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
 }
 
@@ -57,23 +58,24 @@ int64_t Mailbox::bytes(int ranks) {
 
 auto Mailbox::slot(int to, int from, uint64_t step) const -> Slot& {
   return reinterpret_cast<Slot*>(
-      room_.data() + kAnyBytes)[2 * (int64_t{to} * ranks_ + from) + static_cast<int64_t>(step % 2)];
+      memory_.data() +
+      kAnyBytes)[2 * (int64_t{to} * ranks_ + from) + static_cast<int64_t>(step % 2)];
 }
 
 void Mailbox::post(int to, uint64_t step, std::span<const std::byte> message) {
   Slot& s = slot(to, rank_, step);
   s.size = message.size();
-  if (!message.empty() && message.size() <= kMost) {
+  if (!message.empty() && message.size() <= kMaxBytes) {
     std::memcpy(s.message, message.data(), message.size());
   }
   s.step.store(static_cast<uint32_t>(step));
   if (s.asleep.load() != 0) wake(s.step);
 }
 
-std::optional<uint64_t> Mailbox::wait(int from, uint64_t step, std::chrono::milliseconds most) {
+std::optional<uint64_t> Mailbox::wait(int from, uint64_t step, std::chrono::milliseconds timeout) {
   Slot& s = slot(rank_, from, step);
   const auto there = [&] { return s.step.load() == static_cast<uint32_t>(step); };
-  for (int look = 0; look < kLooks; ++look) {
+  for (int i = 0; i < kSpins; ++i) {
     if (there()) return s.size;
     pause_briefly();
   }
@@ -84,7 +86,7 @@ std::optional<uint64_t> Mailbox::wait(int from, uint64_t step, std::chrono::mill
   } while (std::chrono::steady_clock::now() < end);
   s.asleep.store(1);
   const uint32_t before = s.step.load();
-  if (before != static_cast<uint32_t>(step)) sleep_while(s.step, before, most);
+  if (before != static_cast<uint32_t>(step)) sleep_while(s.step, before, timeout);
   s.asleep.store(0);
   return there() ? std::optional(s.size) : std::nullopt;
 }

@@ -27,7 +27,7 @@ using Result = int;
 constexpr Result kSuccess = 0, kInProgress = 7;
 constexpr int kBytes = 0;  // ncclInt8
 
-// What is called of NCCL, whose names are as here after "nccl".
+// The functions of NCCL that are called; their symbols begin with "nccl".
 #define FULGUR_NCCL_FUNCTIONS(F)                                                      \
   F(GetErrorString, const char*, (Result))                                            \
   F(CommCount, Result, (Comm, int*))                                                  \
@@ -47,7 +47,7 @@ struct Nccl {
 #undef FULGUR_MEMBER
 };
 
-/// Those of the library that this process has loaded: whoever has a communicator has done so.
+/// The functions of the NCCL that this process has loaded to make the communicator.
 const Nccl& nccl() {
   static const Nccl found = [] {
     void* const library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
@@ -87,11 +87,11 @@ class NcclTransport final : public Transport, public GpuTransport {
       const CurrentContext current(gpu().context());
       driver().cuStreamDestroy(stream_);
       if (staging_ != 0) driver().cuMemFree(staging_);
-    } catch (const Error&) {  // the process ends, and the driver has
+    } catch (const Error&) {  // at the end of the process the driver may be gone already
     }
   }
 
-  /// Of the host, by way of the device.
+  /// An exchange of host memory, which is copied to the device and back.
   void exchange(std::span<const std::span<const std::byte>> sends,
                 std::span<const std::span<std::byte>> receives) override {
     const CurrentContext current(gpu().context());
@@ -115,7 +115,7 @@ class NcclTransport final : public Transport, public GpuTransport {
     check(driver().cuStreamSynchronize(stream_), "cuStreamSynchronize");
   }
 
-  /// In a thread of its own: NCCL waits on the host, too, where two ranks meet for the first time.
+  /// Runs in a thread of its own, because NCCL blocks the host when two ranks first connect.
   void exchange(std::span<const std::span<const std::byte>> sends,
                 std::span<const std::span<std::byte>> receives, void* stream) override {
     wait_for(std::async(std::launch::async, [&, comm = comm_] {
@@ -136,12 +136,12 @@ class NcclTransport final : public Transport, public GpuTransport {
     }));
   }
 
-  /// Ends what waits for others on streams of this process.
+  /// Ends the waits for other ranks on streams of this process.
   void abort(const std::string&) override {
     if (Comm const comm = std::exchange(comm_, nullptr); comm != nullptr) nccl().CommAbort(comm);
   }
 
-  GpuTransport* of_gpus() override { return this; }
+  GpuTransport* gpu_transport() override { return this; }
   int device() const override { return device_; }
 
  private:
@@ -164,7 +164,7 @@ class NcclTransport final : public Transport, public GpuTransport {
     check(driver().cuMemAlloc(&staging_, staged_), "memory for messages");
   }
 
-  /// Until a step is done, or a rank has left or hangs.
+  /// Waits until a step is done; fails if a rank has left or makes no progress.
   void wait_for(std::future<void> step) {
     using namespace std::chrono_literals;
     const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(deadline_);
@@ -179,7 +179,7 @@ class NcclTransport final : public Transport, public GpuTransport {
       }
     }
     if (why.empty()) return step.get();
-    abort(why);  // which ends the step
+    abort(why);  // ends the step
     throw Error(Status::kUnavailable, why);
   }
 

@@ -1,4 +1,4 @@
-/// A communicator of NCCL, which the caller has made.
+/// The transport over a communicator of NCCL that the caller has made.
 #pragma once
 
 #include <memory>
@@ -7,15 +7,15 @@
 
 namespace fulgur::distributed {
 
-/// What a communicator is among all: rank 0 to ranks - 1.
+/// The rank of a communicator and the number of ranks.
 struct NcclPlace {
   int rank = 0, ranks = 1;
 };
 
-/// By the library that has made `comm`, which this process has loaded. Throws Error: kUnavailable
-/// where there is none, kInvalidArgument.
+/// Asks the NCCL that has made `comm`. Throws Error: kUnavailable if this process has loaded no
+/// NCCL, kInvalidArgument for no communicator.
 NcclPlace place_of_nccl(void* comm);
-/// A step that takes more than `deadline` seconds is the end of the communicator: it is aborted.
+/// The communicator is aborted if a step takes more than `deadline` seconds.
 std::unique_ptr<Transport> connect_nccl(void* comm, double deadline);
 
 }  // namespace fulgur::distributed

@@ -8,7 +8,7 @@
 namespace fulgur::distributed {
 namespace {
 
-/// Calls copy(to, from, bytes) for what each rank has for this one.
+/// Calls copy(to, from, bytes) for the message from each rank.
 template <class Copy>
 void each_message(std::span<const std::span<const std::byte>> sends,
                   std::span<const std::span<std::byte>> receives, const Copy& copy) {
@@ -41,7 +41,7 @@ class Simulated final : public Transport {
     });
   }
   void abort(const std::string&) override {}
-  GpuTransport* of_gpus() override { return &gpu_; }
+  GpuTransport* gpu_transport() override { return &gpu_; }
 
  private:
   OnGpu gpu_;

@@ -1,4 +1,4 @@
-/// Ranks that are not there: what one would receive is what this process has for it.
+/// A transport that simulates the other ranks: this process receives what it sends to them.
 #pragma once
 
 #include <memory>
@@ -7,7 +7,7 @@
 
 namespace fulgur::distributed {
 
-/// On the host and on a GPU, whose memory is copied as far as both sides go.
+/// For host memory and GPU memory. Copies as many bytes as both the message and the buffer have.
 std::unique_ptr<Transport> simulated_ranks();
 
 }  // namespace fulgur::distributed

@@ -30,11 +30,11 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
-constexpr uint64_t kMagic = 0x66756c6775720001;  // "fulgur", and the version of what is said
-constexpr Seconds kGrace{2};         // in which a rank says why it leaves, after its data has ended
+constexpr uint64_t kMagic = 0x66756c6775720001;  // "fulgur", and the version of the protocol
+constexpr Seconds kGrace{2};  // time for the reason of a rank whose data connection has ended
 constexpr size_t kMaxReason = 4096;  // bytes
-// After which a rank that waits for a message looks whether the other one has left.
-constexpr std::chrono::milliseconds kNap{20};
+// How often a rank that waits for a message checks whether the sender has left.
+constexpr std::chrono::milliseconds kPollInterval{20};
 
 [[noreturn]] void fail_unavailable(const std::string& what) {
   throw Error(Status::kUnavailable, what);
@@ -62,23 +62,23 @@ class Socket {
   int fd_ = -1;
 };
 
-/// What a connection begins with.
+/// The first message of a connection.
 struct Hello {
   uint64_t magic = kMagic;
-  int32_t ranks = 0, rank = 0, port = 0;  ///< port: where the rank listens
-  int32_t data = 0;                       ///< 1: for data; 0: for why a rank leaves
+  int32_t ranks = 0, rank = 0, port = 0;  ///< port: at which the rank listens
+  int32_t data = 0;  ///< 1: the data connection; 0: control, which carries why a rank leaves
 };
 
-/// Where a rank listens.
+/// The address at which a rank listens.
 struct Address {
   char host[INET6_ADDRSTRLEN] = {};
   int32_t port = 0;
 };
 
-/// The time until which something is waited for.
-class Until {
+/// A point in time at which a wait ends.
+class Deadline {
  public:
-  explicit Until(Seconds seconds)
+  explicit Deadline(Seconds seconds)
       : end_(Clock::now() + std::chrono::duration_cast<Clock::duration>(seconds)) {}
   bool over() const { return Clock::now() >= end_; }
   int milliseconds() const {
@@ -90,19 +90,19 @@ class Until {
   Clock::time_point end_;
 };
 
-bool wait_for(int fd, short events, const Until& until) {
-  while (!until.over()) {
+bool wait_for(int fd, short events, const Deadline& deadline) {
+  while (!deadline.over()) {
     pollfd one{fd, events, 0};
-    if (poll(&one, 1, until.milliseconds()) > 0) return true;
+    if (poll(&one, 1, deadline.milliseconds()) > 0) return true;
   }
   return false;
 }
 
-/// Whether all bytes have come, or gone.
+/// Transfers all bytes. Returns false if the connection ends or the deadline is over.
 template <class Step>
-bool transfer(int fd, short events, size_t bytes, const Until& until, const Step& step) {
+bool transfer(int fd, short events, size_t bytes, const Deadline& deadline, const Step& step) {
   for (size_t done = 0; done < bytes;) {
-    if (!wait_for(fd, events, until)) return false;
+    if (!wait_for(fd, events, deadline)) return false;
     const ssize_t n = step(done);
     if (n > 0) {
       done += n;
@@ -114,15 +114,15 @@ bool transfer(int fd, short events, size_t bytes, const Until& until, const Step
 }
 
 template <class T>
-bool read_all(int fd, T* to, size_t bytes, const Until& until) {
-  return transfer(fd, POLLIN, bytes, until, [&](size_t done) {
+bool read_all(int fd, T* to, size_t bytes, const Deadline& deadline) {
+  return transfer(fd, POLLIN, bytes, deadline, [&](size_t done) {
     return recv(fd, reinterpret_cast<char*>(to) + done, bytes - done, 0);
   });
 }
 
 template <class T>
-bool write_all(int fd, const T* from, size_t bytes, const Until& until) {
-  return transfer(fd, POLLOUT, bytes, until, [&](size_t done) {
+bool write_all(int fd, const T* from, size_t bytes, const Deadline& deadline) {
+  return transfer(fd, POLLOUT, bytes, deadline, [&](size_t done) {
     return send(fd, reinterpret_cast<const char*>(from) + done, bytes - done, MSG_NOSIGNAL);
   });
 }
@@ -134,7 +134,7 @@ void prepare(int fd) {
   fcntl(fd, F_SETFD, FD_CLOEXEC);
 }
 
-/// Calls use(address) for what a name stands for until it returns a socket.
+/// Calls use(address) for each address of a host until it returns a socket.
 Socket resolved(const std::string& host, int port, int flags,
                 const std::function<Socket(const addrinfo&)>& use) {
   addrinfo hints{};
@@ -171,8 +171,8 @@ Socket listen_at(const std::string& host, int port) {
   return listener;
 }
 
-/// A connection to somebody who may not listen yet.
-Socket connect_to(const std::string& host, int port, const Hello& hello, const Until& until,
+/// Connects to a rank that may not listen yet.
+Socket connect_to(const std::string& host, int port, const Hello& hello, const Deadline& deadline,
                   const std::string& whom) {
   std::string why = "nobody listens there";
   do {
@@ -186,14 +186,14 @@ Socket connect_to(const std::string& host, int port, const Hello& hello, const U
     });
     if (s.open()) {
       prepare(s.fd());
-      if (write_all(s.fd(), &hello, sizeof(hello), until)) return s;
+      if (write_all(s.fd(), &hello, sizeof(hello), deadline)) return s;
     }
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  } while (!until.over());
+  } while (!deadline.over());
   fail_unavailable(fmt::format("{} at {}:{} cannot be reached: {}", whom, host, port, why));
 }
 
-/// Address and port of an end of a connection.
+/// Address and port of one end of a connection.
 template <class Name>
 Address address_of(int fd, const Name& name) {
   sockaddr_storage at{};
@@ -212,14 +212,14 @@ Address address_of(int fd, const Name& name) {
 /// The connections of a rank to another one.
 struct Peer {
   Socket data, control;
-  bool silent = false;  ///< control has ended
+  bool silent = false;  ///< the control connection has ended
 };
 
-/// Makes the connections.
-class Meeting {
+/// Connects each rank with all others.
+class Rendezvous {
  public:
-  Meeting(int rank, int ranks, const std::string& host, int port, double deadline)
-      : rank_(rank), ranks_(ranks), until_(Seconds(deadline)), peers(ranks) {
+  Rendezvous(int rank, int ranks, const std::string& host, int port, double deadline)
+      : rank_(rank), ranks_(ranks), deadline_(Seconds(deadline)), peers(ranks) {
     if (rank == 0) {
       listener_ = listen_at(host, port);
       invite();
@@ -236,27 +236,28 @@ class Meeting {
     return true;
   }
 
-  /// Takes the connections of the ranks from `from` on, until all of a kind are there. Calls
-  /// said(rank, hello, socket) for each.
-  template <class Said>
-  void accept_all(int from, bool wait_for_data, const Said& said) {
+  /// Accepts the control connections, and the data connections if asked, of ranks `from` on. Calls
+  /// visit(hello, socket) for each.
+  template <class Visit>
+  void accept_all(int from, bool wait_for_data, const Visit& visit) {
     while (!complete(false, from) || (wait_for_data && !complete(true, from))) {
-      if (!wait_for(listener_.fd(), POLLIN, until_)) fail_missing(from);
+      if (!wait_for(listener_.fd(), POLLIN, deadline_)) fail_missing(from);
       Socket s(accept(listener_.fd(), nullptr, nullptr));
       if (!s.open()) continue;
       prepare(s.fd());
       Hello hello;
-      // What does not speak so is nobody of the group.
-      if (!read_all(s.fd(), &hello, sizeof(hello), Until(kGrace)) || hello.magic != kMagic)
+      // A connection without the magic number is not of the group.
+      if (!read_all(s.fd(), &hello, sizeof(hello), Deadline(kGrace)) || hello.magic != kMagic)
         continue;
       if (hello.ranks != ranks_ || hello.rank < from || hello.rank >= ranks_) {
-        fail_unavailable(fmt::format("a process came as rank {} of {}, want {} to {} of {}",
+        fail_unavailable(fmt::format("a process connected as rank {} of {}, want {} to {} of {}",
                                      hello.rank, hello.ranks, from, ranks_ - 1, ranks_));
       }
       Socket& place = hello.data != 0 ? peers[hello.rank].data : peers[hello.rank].control;
-      if (place.open()) fail_unavailable(fmt::format("two processes came as rank {}", hello.rank));
+      if (place.open())
+        fail_unavailable(fmt::format("two processes connected as rank {}", hello.rank));
       place = std::move(s);
-      said(hello, place);
+      visit(hello, place);
     }
   }
 
@@ -269,7 +270,7 @@ class Meeting {
         fmt::format("rank {} did not come within the deadline", fmt::join(missing, ", ")));
   }
 
-  /// Rank 0: tells all where all listen.
+  /// Rank 0: sends the addresses of all ranks to all ranks.
   void invite() {
     std::vector<Address> addresses(ranks_);
     accept_all(1, false, [&](const Hello& hello, const Socket& s) {
@@ -277,7 +278,8 @@ class Meeting {
       addresses[hello.rank].port = hello.port;
     });
     for (int r = 1; r < ranks_; ++r) {
-      if (!write_all(peers[r].control.fd(), addresses.data(), sizeof(Address) * ranks_, until_)) {
+      if (!write_all(peers[r].control.fd(), addresses.data(), sizeof(Address) * ranks_,
+                     deadline_)) {
         fail_unavailable(fmt::format("rank {} left", r));
       }
     }
@@ -285,16 +287,16 @@ class Meeting {
   }
 
   void join(const std::string& host, int port) {
-    // Where the others reach this rank: the address by which it reaches rank 0.
+    // The other ranks reach this one at the address by which it reaches rank 0.
     const Hello probe{.magic = 0};
     const Address here =
-        address_of(connect_to(host, port, probe, until_, "rank 0").fd(), getsockname);
+        address_of(connect_to(host, port, probe, deadline_, "rank 0").fd(), getsockname);
     listener_ = listen_at(here.host, 0);
     Hello hello{
         .ranks = ranks_, .rank = rank_, .port = address_of(listener_.fd(), getsockname).port};
-    peers[0].control = connect_to(host, port, hello, until_, "rank 0");
+    peers[0].control = connect_to(host, port, hello, deadline_, "rank 0");
     std::vector<Address> addresses(ranks_);
-    if (!read_all(peers[0].control.fd(), addresses.data(), sizeof(Address) * ranks_, until_)) {
+    if (!read_all(peers[0].control.fd(), addresses.data(), sizeof(Address) * ranks_, deadline_)) {
       fail_unavailable("rank 0 left, or some rank did not come within the deadline");
     }
     for (int r = 0; r < rank_; ++r) {
@@ -302,15 +304,15 @@ class Meeting {
       const int its = r == 0 ? port : addresses[r].port;
       const std::string whom = fmt::format("rank {}", r);
       hello.data = 0;
-      if (r > 0) peers[r].control = connect_to(at, its, hello, until_, whom);
+      if (r > 0) peers[r].control = connect_to(at, its, hello, deadline_, whom);
       hello.data = 1;
-      peers[r].data = connect_to(at, its, hello, until_, whom);
+      peers[r].data = connect_to(at, its, hello, deadline_, whom);
     }
     accept_all(rank_ + 1, true, [](const Hello&, const Socket&) {});
   }
 
   int rank_, ranks_;
-  Until until_;
+  Deadline deadline_;
   Socket listener_;
 
  public:
@@ -326,7 +328,7 @@ class Sockets final : public Transport {
                 std::span<const std::span<std::byte>> receives) override {
     ++step_;
     if (mailbox_) by_mailbox(sends, receives);
-    const auto by_socket = [&](size_t bytes) { return !mailbox_ || bytes > Mailbox::kMost; };
+    const auto by_socket = [&](size_t bytes) { return !mailbox_ || bytes > Mailbox::kMaxBytes; };
     std::vector<Flow> flows(peers_.size());
     for (size_t r = 0; r < flows.size(); ++r) {
       if (static_cast<int>(r) == rank_) continue;
@@ -336,16 +338,16 @@ class Sockets final : public Transport {
       flows[r].sending = by_socket(sends[r].size());
       flows[r].receiving = by_socket(receives[r].size());
     }
-    Until until(deadline_);
+    Deadline deadline(deadline_);
     while (unfinished(flows)) {
-      if (until.over()) {
+      if (deadline.over()) {
         std::vector<size_t> late;
         for (size_t r = 0; r < flows.size(); ++r) {
           if (flows[r].sends() || flows[r].receives()) late.push_back(r);
         }
         fail_late(late);
       }
-      if (progress(flows, until)) until = Until(deadline_);
+      if (progress(flows, deadline)) deadline = Deadline(deadline_);
     }
   }
 
@@ -353,46 +355,46 @@ class Sockets final : public Transport {
     const std::string_view text = std::string_view(why).substr(0, kMaxReason);
     for (Peer& peer : peers_) {
       if (!peer.control.open()) continue;
-      write_all(peer.control.fd(), text.data(), text.size(), Until(kGrace));
-      shutdown(peer.control.fd(), SHUT_RDWR);  // another thread may wait for them
+      write_all(peer.control.fd(), text.data(), text.size(), Deadline(kGrace));
+      shutdown(peer.control.fd(), SHUT_RDWR);  // wakes a thread that waits for them
       shutdown(peer.data.fd(), SHUT_RDWR);
     }
   }
 
-  /// Has short messages go by memory, where all ranks are on one machine.
+  /// Sends short messages by shared memory, if all ranks are on one machine.
   void share_memory() {
     const int ranks = static_cast<int>(peers_.size());
     const int64_t bytes = Mailbox::bytes(ranks);
-    SharedRoom room;
+    SharedMemory memory;
     const auto attempt = [&](const auto& of) {
       try {
         of();
-      } catch (const Error&) {  // messages go by sockets
+      } catch (const Error&) {  // messages are sent by sockets
       }
     };
     if (rank_ == 0) {
       attempt([&] {
-        room = SharedRoom::make(bytes);
-        std::memcpy(room.data(), &room.name(), sizeof(SharedRoom::Name));
+        memory = SharedMemory::make(bytes);
+        std::memcpy(memory.data(), &memory.name(), sizeof(SharedMemory::Name));
       });
     }
-    const SharedRoom::Name name = told(room.name())[0];
+    const SharedMemory::Name name = all_gather(memory.name())[0];
     attempt([&] {
-      if (rank_ != 0) room = SharedRoom::open(name, bytes);
+      if (rank_ != 0) memory = SharedMemory::open(name, bytes);
     });
-    const bool opened =
-        room.data() != nullptr && std::memcmp(room.data(), &name, sizeof(SharedRoom::Name)) == 0;
-    if (std::ranges::count(told(char{opened}), 1) < ranks) return;
-    mailbox_.emplace(std::move(room), rank_, ranks);
+    const bool opened = memory.data() != nullptr &&
+                        std::memcmp(memory.data(), &name, sizeof(SharedMemory::Name)) == 0;
+    if (std::ranges::count(all_gather(char{opened}), 1) < ranks) return;
+    mailbox_.emplace(std::move(memory), rank_, ranks);
   }
 
  private:
-  /// What goes before the bytes of a step.
-  using Header = std::array<uint64_t, 2>;  // its number, and how many there are
+  /// Sent before the bytes of a step: the number of the step, and the number of bytes.
+  using Header = std::array<uint64_t, 2>;
 
-  /// What all ranks say.
+  /// The values of all ranks.
   template <class T>
-  std::vector<T> told(const T& mine) {
+  std::vector<T> all_gather(const T& mine) {
     std::vector<T> all(peers_.size(), mine);
     std::vector<std::span<const std::byte>> sends(peers_.size());
     std::vector<std::span<std::byte>> receives(peers_.size());
@@ -405,7 +407,7 @@ class Sockets final : public Transport {
     return all;
   }
 
-  /// Short messages, and how long the others are.
+  /// Exchanges short messages, and the sizes of the others.
   void by_mailbox(std::span<const std::span<const std::byte>> sends,
                   std::span<const std::span<std::byte>> receives) {
     for (size_t r = 0; r < peers_.size(); ++r) {
@@ -414,23 +416,23 @@ class Sockets final : public Transport {
     for (size_t r = 0; r < peers_.size(); ++r) {
       if (static_cast<int>(r) == rank_) continue;
       check_header(r, {step_, posted(r)}, {step_, receives[r].size()});
-      if (receives[r].size() > Mailbox::kMost) continue;
+      if (receives[r].size() > Mailbox::kMaxBytes) continue;
       mailbox_->take(static_cast<int>(r), step_, receives[r]);
     }
   }
 
-  /// How long the message of a rank is, when it has posted one.
+  /// The size of the message of a rank; waits until it has posted one.
   uint64_t posted(size_t r) {
-    const auto wait = [&](std::chrono::milliseconds most) {
-      return mailbox_->wait(static_cast<int>(r), step_, most);
+    const auto wait = [&](std::chrono::milliseconds timeout) {
+      return mailbox_->wait(static_cast<int>(r), step_, timeout);
     };
-    for (const Until until(deadline_); !until.over();) {
-      if (const auto size = wait(kNap)) return *size;
+    for (const Deadline deadline(deadline_); !deadline.over();) {
+      if (const auto size = wait(kPollInterval)) return *size;
       for (size_t other = 0; other < peers_.size(); ++other) {
-        if (static_cast<int>(other) != rank_ && !peers_[other].silent) hear(other);
+        if (static_cast<int>(other) != rank_ && !peers_[other].silent) receive_reason(other);
       }
       if (!has_left(r)) continue;
-      if (const auto size = wait({})) return *size;  // before it left
+      if (const auto size = wait({})) return *size;  // posted before the rank left
       fail_left(r);
     }
     std::vector<size_t> late;
@@ -441,20 +443,20 @@ class Sockets final : public Transport {
     fail_late(late);
   }
 
-  /// Whether the data of a rank has ended.
+  /// Whether the data connection of a rank has ended.
   bool has_left(size_t r) const {
     char byte;
     const ssize_t n = recv(peers_[r].data.fd(), &byte, 1, MSG_PEEK);
     return n == 0 || (n < 0 && errno != EAGAIN && errno != EINTR);
   }
 
-  /// What a step does with a rank.
+  /// The transfers of a step with one rank.
   struct Flow {
     Header out{}, in{};
     std::span<const std::byte> send;
     std::span<std::byte> receive;
     bool sending = false, receiving = false;
-    size_t sent = 0, received = 0;  // headers included
+    size_t sent = 0, received = 0;  // bytes, with headers
 
     bool sends() const { return sending && sent < sizeof(Header) + send.size(); }
     bool receives() const { return receiving && received < sizeof(Header) + receive.size(); }
@@ -469,8 +471,8 @@ class Sockets final : public Transport {
         fmt::format("rank {} made no step for {} s", fmt::join(late, ", "), deadline_.count()));
   }
 
-  /// Waits for sockets and moves what can be moved. Whether anything was.
-  bool progress(std::vector<Flow>& flows, const Until& until) {
+  /// Waits for sockets and transfers what can be transferred. Returns whether anything was.
+  bool progress(std::vector<Flow>& flows, const Deadline& deadline) {
     std::vector<pollfd> fds;
     std::vector<size_t> ranks;
     for (size_t r = 0; r < flows.size(); ++r) {
@@ -480,19 +482,19 @@ class Sockets final : public Transport {
       fds.push_back({events != 0 ? peers_[r].data.fd() : -1, static_cast<short>(events), 0});
       ranks.push_back(r);
     }
-    if (poll(fds.data(), fds.size(), until.milliseconds()) <= 0) return false;
+    if (poll(fds.data(), fds.size(), deadline.milliseconds()) <= 0) return false;
     bool moved = false;
     for (size_t i = 0; i < ranks.size(); ++i) {
       Flow& flow = flows[ranks[i]];
       const short ready = fds[2 * i + 1].revents;
-      // Bytes that came before a rank left count.
+      // Bytes that arrived before the rank left are received.
       if ((ready & (POLLIN | POLLHUP | POLLERR)) != 0 && flow.receives()) {
         moved |= receive_some(ranks[i], flow);
       }
       if ((ready & POLLOUT) != 0 && flow.sends()) moved |= send_some(ranks[i], flow);
     }
     for (size_t i = 0; i < ranks.size(); ++i) {
-      if (fds[2 * i].revents != 0) hear(ranks[i]);
+      if (fds[2 * i].revents != 0) receive_reason(ranks[i]);
     }
     return moved;
   }
@@ -536,24 +538,24 @@ class Sockets final : public Transport {
                     r, in[0], in[1], want[0], want[1]));
   }
 
-  /// Throws why a rank leaves, where it says so. One that is done just ends: what it has sent is
-  /// still to come.
-  void hear(size_t r) {
+  /// Throws the reason of a rank that leaves with one. A rank that is done ends its control
+  /// connection without a reason: the data that it has sent may still arrive.
+  void receive_reason(size_t r) {
     char text[kMaxReason];
     const ssize_t n = recv(peers_[r].control.fd(), text, sizeof(text), 0);
     if (n > 0) fail_unavailable(std::string(text, n));
     peers_[r].silent = n == 0 || (errno != EAGAIN && errno != EINTR);
   }
 
-  /// The data of a rank has ended: throws why, as itself or another one says that knows.
+  /// The data connection of a rank has ended: throws the reason that it, or another rank, sends.
   [[noreturn]] void fail_left(size_t left) {
-    const Until until(kGrace);
+    const Deadline deadline(kGrace);
     do {
       for (size_t r = 0; r < peers_.size(); ++r) {
-        if (static_cast<int>(r) != rank_ && !peers_[r].silent) hear(r);
+        if (static_cast<int>(r) != rank_ && !peers_[r].silent) receive_reason(r);
       }
-      if (!peers_[left].silent) wait_for(peers_[left].control.fd(), POLLIN, until);
-    } while (!peers_[left].silent && !until.over());
+      if (!peers_[left].silent) wait_for(peers_[left].control.fd(), POLLIN, deadline);
+    } while (!peers_[left].silent && !deadline.over());
     fail_unavailable(fmt::format("rank {} left", left));
   }
 
@@ -568,8 +570,8 @@ class Sockets final : public Transport {
 
 std::unique_ptr<Transport> connect_sockets(int rank, int ranks, const std::string& host, int port,
                                            double deadline) {
-  Meeting meeting(rank, ranks, host, port, deadline);
-  auto sockets = std::make_unique<Sockets>(rank, std::move(meeting.peers), deadline);
+  Rendezvous rendezvous(rank, ranks, host, port, deadline);
+  auto sockets = std::make_unique<Sockets>(rank, std::move(rendezvous.peers), deadline);
   sockets->share_memory();
   return sockets;
 }

@@ -1,4 +1,4 @@
-/// Sockets between all processes of a group.
+/// The transport over sockets between all processes of a group.
 #pragma once
 
 #include <memory>
@@ -8,8 +8,9 @@
 
 namespace fulgur::distributed {
 
-/// Meets the others at rank 0, which listens at host and port. Throws Error(kUnavailable) where
-/// they do not come within `deadline` seconds, as long as each later step may make no progress.
+/// Connects to all other ranks by way of rank 0, which listens at host and port. Throws
+/// Error(kUnavailable) if they do not connect within `deadline` seconds. Each later step may be
+/// without progress for as long.
 std::unique_ptr<Transport> connect_sockets(int rank, int ranks, const std::string& host, int port,
                                            double deadline);
 

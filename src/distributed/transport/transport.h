@@ -1,4 +1,4 @@
-/// What carries the bytes of a group.
+/// The interface of what transfers the bytes of a group.
 #pragma once
 
 #include <cstddef>
@@ -7,13 +7,13 @@
 
 namespace fulgur::distributed {
 
-/// Carries memory of a GPU, in the order of a stream of its.
+/// Transfers memory of a GPU in stream order.
 class GpuTransport {
  public:
   static constexpr int kAnyDevice = -1;
   virtual ~GpuTransport() = default;
   virtual int device() const = 0;
-  /// An Exchange of what lies there. Waits until it is done. Throws Error(kUnavailable).
+  /// An Exchange of GPU memory; waits until it is done. Throws Error(kUnavailable).
   virtual void exchange(std::span<const std::span<const std::byte>> sends,
                         std::span<const std::span<std::byte>> receives, void* stream) = 0;
 };
@@ -24,10 +24,10 @@ class Transport {
   /// An Exchange. Throws Error(kUnavailable).
   virtual void exchange(std::span<const std::span<const std::byte>> sends,
                         std::span<const std::span<std::byte>> receives) = 0;
-  /// Tells the others, where it can, why this rank makes no further step.
+  /// Tells the other ranks, if it can, why this rank leaves.
   virtual void abort(const std::string& why) = 0;
-  /// What carries memory of GPUs, too; null: ranks have to open each other's.
-  virtual GpuTransport* of_gpus() { return nullptr; }
+  /// The transport of GPU memory; null: ranks have to open each other's memory.
+  virtual GpuTransport* gpu_transport() { return nullptr; }
 };
 
 }  // namespace fulgur::distributed

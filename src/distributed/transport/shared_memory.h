@@ -1,4 +1,4 @@
-/// Memory of the host that processes of one machine have in common.
+/// Host memory that processes of one machine share.
 #pragma once
 
 #include <cstddef>
@@ -7,28 +7,28 @@
 
 namespace fulgur::distributed {
 
-class SharedRoom {
+class SharedMemory {
  public:
-  /// What another process opens it by; no two have one mark.
+  /// By which another process opens it. `id` is random, so that no two are the same.
   struct Name {
-    int64_t process = 0, file = -1, mark = 0;
+    int64_t process = 0, file = -1, id = 0;
     bool operator==(const Name&) const = default;
   };
 
-  SharedRoom() = default;
+  SharedMemory() = default;
   /// New memory. Throws Error(kUnavailable).
-  static SharedRoom make(int64_t bytes);
-  /// That of a process, as long as this has it. Throws Error(kUnavailable).
-  static SharedRoom open(const Name& name, int64_t bytes);
-  SharedRoom(SharedRoom&& other) noexcept { *this = std::move(other); }
-  SharedRoom& operator=(SharedRoom&& other) noexcept {
+  static SharedMemory make(int64_t bytes);
+  /// Opens the memory of another process, which must still have it. Throws Error(kUnavailable).
+  static SharedMemory open(const Name& name, int64_t bytes);
+  SharedMemory(SharedMemory&& other) noexcept { *this = std::move(other); }
+  SharedMemory& operator=(SharedMemory&& other) noexcept {
     std::swap(name_, other.name_);
     std::swap(file_, other.file_);
     std::swap(data_, other.data_);
     std::swap(bytes_, other.bytes_);
     return *this;
   }
-  ~SharedRoom();
+  ~SharedMemory();
 
   const Name& name() const { return name_; }
   std::byte* data() const { return data_; }
@@ -38,7 +38,7 @@ class SharedRoom {
   void map(int file, int64_t bytes);
 
   Name name_;
-  int file_ = -1;  ///< of one that this process has made
+  int file_ = -1;  ///< -1 unless this process has made it
   std::byte* data_ = nullptr;
   int64_t bytes_ = 0;
 };
