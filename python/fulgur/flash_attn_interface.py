@@ -125,7 +125,10 @@ def flash_attn_with_kvcache(
     refuse(qv=qv)
     descales = dict(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     if has_codes(k_cache):
-        q, descales = _as_bfloat16(q, descales)
+        if not has_codes(q):
+            _want_no_descales("q", q, {"q_descale": q_descale})
+        elif rotary_cos is not None:
+            q, descales = _as_bfloat16(q, **descales)
         k, v = _rows_as_bfloat16("k", k, k_cache), _rows_as_bfloat16("v", v, v_cache)
         rotary_cos, rotary_sin = (x.to(torch.bfloat16) if has_codes(x) else x for x in (rotary_cos, rotary_sin))
     else:
@@ -147,15 +150,12 @@ def flash_attn_with_kvcache(
     return (out, lse, None, None) if return_softmax_lse else out
 
 
-def _as_bfloat16(q, descales):
-    """A q of float8 in bfloat16, which has its numbers; what they are multiplied by goes to those of k."""
-    of_q, of_k, of_v = descales.values()
-    if has_codes(q):
-        q = q.to(torch.bfloat16)
-        of_k = of_q if of_k is None else of_k if of_q is None else of_k * of_q
-    elif of_q is not None:
-        _want_no_descales("q", q, {"q_descale": of_q})
-    return q, {"k_descale": of_k, "v_descale": of_v}
+def _as_bfloat16(q, q_descale, k_descale, v_descale):
+    """A q of float8 that is rotated, in bfloat16, which has its numbers; what they are multiplied by goes to those of
+    k."""
+    if q_descale is not None:
+        k_descale = q_descale if k_descale is None else k_descale * q_descale
+    return q.to(torch.bfloat16), {"k_descale": k_descale, "v_descale": v_descale}
 
 
 def _rows_as_bfloat16(name, rows, cache):

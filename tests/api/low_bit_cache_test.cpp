@@ -1,6 +1,6 @@
-// Attention of 16-bit queries over caches of codes, against attention over the numbers that an
-// independent decoder finds in them, in double precision: formats, scales, zero points, pages,
-// groups of heads, masks.
+// Attention of 16-bit queries, and of queries of codes, over caches of codes, against attention
+// over the numbers that an independent decoder finds in them, in double precision: formats, scales,
+// zero points, pages, groups of heads, masks.
 
 #include <gtest/gtest.h>
 
@@ -27,6 +27,8 @@ namespace {
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
+bool is_codes(DType dtype) { return dtype >= DType::kE4M3; }
+
 /// P and what scales it or is subtracted from codes are f16 on their way to products.
 constexpr double kProducts = 0x1p-10;
 
@@ -48,6 +50,37 @@ class CachedCall {
     add(call.out, rounded_to(dtype, w.forward.out));
   }
 
+  /// Codes for q, which an engine multiplies with those of k or as numbers. `kind`: factors as k
+  /// has them, of the kv head that a head of q has.
+  void set_q(DType format, ScaleKind kind, DType scale) {
+    const Tensor& q = w.forward.q;
+    const std::vector<int64_t> shape(q.shape.begin(), q.shape.begin() + q.rank);
+    const auto all = static_cast<int64_t>(w.sequences.size());
+    std::vector<int64_t> scales = shape;
+    scales.back() = 1;
+    if (kind == ScaleKind::kTensor) scales = {1};
+    if (kind == ScaleKind::kHeads) scales = {1, w.c.hk};
+    if (kind == ScaleKind::kSequencesAndHeads) scales = {all, w.c.hk};
+    Buffer codes(format, shape), factors(scale, scales);
+    for (int64_t i = 0; i < factors.t.numel(); ++i) {
+      store(factors.t.data, scale, i, std::ldexp(static_cast<double>(8 + random_() % 8), -8));
+    }
+    std::vector<double> x = read(q);
+    for (int64_t n = 0; n < static_cast<int64_t>(x.size()); ++n) {
+      const int64_t head = n / w.c.d, row = head / w.c.hq, kv = head % w.c.hq * w.c.hk / w.c.hq;
+      const int64_t b = kind == ScaleKind::kSequencesAndHeads ? sequence_of_query(row) : 0;
+      const int64_t i = kind == ScaleKind::kTensor ? 0
+                        : scales.size() == 2       ? b * w.c.hk + kv
+                                                   : head;
+      const double factor = kind == ScaleKind::kNone ? 1 : load(factors.t.data, scale, i);
+      double& one = x[static_cast<size_t>(n)];
+      store(codes.t.data, format, n, one / factor);
+      one = load(codes.t.data, format, n) * factor;
+    }
+    write(q, x);
+    add(call.q, std::move(codes));
+    if (kind != ScaleKind::kNone) add(call.q_descale, std::move(factors));
+  }
   void set_k(const Keys& keys) {
     set(w.forward.k, keys, call.k, call.k_descale, call.k_zero_point);
   }
@@ -116,13 +149,17 @@ class CachedCall {
       t.data = static_cast<std::byte*>(t.data) + bytes_of(t.dtype, static_cast<int64_t>(b) * row);
       t.shape[0] = 1;
     };
-    for (Tensor* t : {&one.q, &one.out, &one.lse, &one.seqused_k, &one.page_table}) of_sequence(*t);
+    for (Tensor* t :
+         {&one.q, &one.q_descale, &one.out, &one.lse, &one.seqused_k, &one.page_table}) {
+      of_sequence(*t);
+    }
     for (Tensor* t :
          {&one.k, &one.v, &one.k_descale, &one.v_descale, &one.k_zero_point, &one.v_zero_point}) {
       if (t->rank < 4 || !one.page_table.given()) of_sequence(*t);
     }
     one.seqused_q = {};
     one.q.shape[1] = one.out.shape[1] = one.lse.shape[2] = s.sq;
+    if (one.q_descale.rank == 4) one.q_descale.shape[1] = s.sq;
 
     const std::deque<Buffer> before = buffers_;
     for (Tensor* t : {&call.k, &call.v, &call.k_descale, &call.v_descale, &call.k_zero_point,
@@ -164,6 +201,10 @@ class CachedCall {
       lse += (w.options.hadamard ? rounded : 1e-5) * size;
       if (w.options.hadamard) score += size;
     }
+    if (is_codes(call.q.dtype)) {  // products of codes are added with 13 bits
+      lse += 0x1p-9 * e.unit.lse;
+      score += e.unit.lse;
+    }
     auto r =
         within("out", call.out, e.reference.out, {}, 2, kProducts * (1 + 4 * score) * e.unit.out);
     return r ? within("lse", call.lse, e.reference.lse, {}, 0, lse) : r;
@@ -199,11 +240,18 @@ class CachedCall {
     }
     return std::sqrt(most);
   }
+  int64_t sequence_of_query(int64_t row) const {
+    return sequence_of(row, w.c.sq, &Rows::q_begin, &Rows::sq);
+  }
   int64_t sequence_of_key(int64_t row) const {
-    if (w.c.layout != Layout::kPacked) return row / w.c.sk;
+    return sequence_of(row, w.c.sk, &Rows::k_begin, &Rows::sk);
+  }
+  int64_t sequence_of(int64_t row, int64_t rows_each, int64_t Rows::*begin,
+                      int64_t Rows::*count) const {
+    if (w.c.layout != Layout::kPacked) return row / rows_each;
     for (size_t b = 0; b < w.sequences.size(); ++b) {
-      const int64_t begin = w.sequences[b].k_begin;
-      if (row >= begin && row < begin + w.sequences[b].sk) return static_cast<int64_t>(b);
+      const int64_t first = w.sequences[b].*begin;
+      if (row >= first && row < first + w.sequences[b].*count) return static_cast<int64_t>(b);
     }
     return 0;  // of no sequence
   }
@@ -285,6 +333,16 @@ class LowBitCaches : public EveryEngine {
     return keys;
   }
 
+  /// Gives one call in three, over codes of k and v alone, codes for q, too.
+  void maybe_code_queries(CachedCall& call) {
+    if (!is_codes(call.call.k.dtype) || !is_codes(call.call.v.dtype)) return;
+    if (random_() % 3 != 0) return;
+    using K = ScaleKind;
+    call.set_q(one_of({DType::kE4M3, DType::kE4M3, DType::kE5M2}),
+               one_of({K::kNone, K::kTensor, K::kHeads, K::kSequencesAndHeads, K::kRows}),
+               one_of({DType::kF32, DType::kF16}));
+  }
+
   Case drawn() {
     Case c;
     c.batch = one_of<int64_t>({1, 2, 3});
@@ -326,6 +384,7 @@ TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
     CachedCall call(c, dtype, random_());
     call.set_k(k);
     call.set_v(v);
+    maybe_code_queries(call);
     call.w.seal();
     const Expected e = expect_forward(call.w);
     if (page > 0) call.page(page);
@@ -403,6 +462,7 @@ TEST_P(LowBitCaches, OfEveryFormatScaleAndPage) {
       const CachedCall::Keys keys{form.format, form.kind, form.zero_point};
       k ? call.set_k(keys) : call.set_v(keys);
     }
+    maybe_code_queries(call);
     call.w.seal();
     const Expected e = expect_forward(call.w);
     if (form.page > 0) call.page(form.page);
@@ -449,6 +509,7 @@ TEST_P(LowBitCaches, SeveralHeadsTogether) {
     CachedCall call(c, DType::kBF16, random_());
     call.set_k(form.keys);
     call.set_v(form.keys);
+    maybe_code_queries(call);
     call.w.seal();
     const Expected e = expect_forward(call.w);
     if (form.page > 0) call.page(form.page);
@@ -535,6 +596,7 @@ TEST_P(LowBitCaches, InvariantToTheBatch) {
     CachedCall call(c, dtype, random_());
     call.set_k(k);
     call.set_v(v);
+    maybe_code_queries(call);
     call.w.options.invariant = true;
     call.w.seal();
     const Expected e = expect_forward(call.w);

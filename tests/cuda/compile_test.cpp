@@ -932,6 +932,9 @@ TEST_F(Compile, KernelsOfCodesAreClean) {
             call.options.invariant = invariant;
             problems.push_back(make_problem(call.args, call.options));
           }
+          call.options.invariant = false;
+          call.args.q.dtype = DType::kE4M3;  // out stays what it is
+          problems.push_back(make_problem(call.args, call.options));
         }
       }
     }

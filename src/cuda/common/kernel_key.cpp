@@ -135,28 +135,36 @@ std::string dtypes_rejected(const OperandTypes& dtypes) {
 }
 
 std::string codes_rejected(const Problem& p) {
-  const std::array operands = {std::pair{"q", p.dtypes.q}, std::pair{"k", p.dtypes.k},
-                               std::pair{"v", p.dtypes.v}};
+  const OperandTypes& types = p.dtypes;
+  const std::array operands = {std::pair{"q", types.q}, std::pair{"k", types.k},
+                               std::pair{"v", types.v}};
   if (std::ranges::none_of(operands, [](const auto& x) { return is_low_bit(x.second); })) {
-    return p.dtypes == OperandTypes::all(p.dtypes.q) ? "" : "takes q, k, v and out of one dtype";
+    return types == OperandTypes::all(types.q) ? "" : "takes q, k, v and out of one dtype";
   }
-  const bool few_rows = p.pass == Pass::kForward && !is_low_bit(p.dtypes.q);  // decode kernels
   for (const auto& [name, dtype] : operands) {
-    const bool of_q = name[0] == 'q';
-    const DType last = few_rows ? DType::kQ4_0 : of_q ? DType::kE4M3 : DType::kE5M2;
-    if (is_low_bit(dtype) && dtype > last) {
-      return fmt::format("takes no low-bit {} ({}) but {}", name, name_of(dtype),
-                         few_rows ? "e4m3, e5m2, int8, int4, q8_0 and q4_0"
-                         : of_q   ? "e4m3"
-                                  : "e4m3 and e5m2");
-    }
-    if (!is_low_bit(dtype) && !few_rows) {
-      return fmt::format("takes a q of e4m3 with k and v of codes, got {} of {}", name,
+    if (is_low_bit(dtype) && dtype > DType::kQ4_0) {
+      return fmt::format("takes no low-bit {} ({}) but e4m3, e5m2, int8, int4, q8_0 and q4_0", name,
                          name_of(dtype));
     }
+    if (is_low_bit(types.q) && !is_low_bit(dtype)) {
+      return fmt::format("takes a q of {} with k and v of codes, got {} of {}", name_of(types.q),
+                         name, name_of(dtype));
+    }
   }
-  if (few_rows) return {};
-  if (p.dtypes.out == DType::kF32) return "writes bf16 and f16 for e4m3, got an out of f32";
+  if (is_low_bit(types.q) && types.out == DType::kF32) {
+    return fmt::format("writes bf16 and f16 for {}, got an out of f32", name_of(types.q));
+  }
+  return {};
+}
+
+std::string products_of_codes_rejected(const Problem& p) {
+  if (p.dtypes.q != DType::kE4M3) {
+    return fmt::format("multiplies codes of a q of e4m3, got {}", name_of(p.dtypes.q));
+  }
+  for (const auto& [name, dtype] : {std::pair{"k", p.dtypes.k}, std::pair{"v", p.dtypes.v}}) {
+    if (dtype == DType::kE4M3 || dtype == DType::kE5M2) continue;
+    return fmt::format("multiplies codes of e4m3 and e5m2, got {} of {}", name, name_of(dtype));
+  }
   for (const auto& [name, scales] :
        {std::pair{"q_descale", p.q_descale}, std::pair{"k_descale", p.k_descale},
         std::pair{"v_descale", p.v_descale}}) {

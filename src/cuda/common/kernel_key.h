@@ -111,9 +111,13 @@ kernels::Operands operands_of(const KernelKey& key);
 /// Why no kernel computes operands of these dtypes; empty where some may.
 std::string dtypes_rejected(const OperandTypes& dtypes);
 
-/// Why no kernel takes operands of these dtypes with these descales: codes that no GPU computes
-/// yet; empty where some may.
+/// Why no kernel takes operands of these dtypes: codes that no GPU computes yet; empty where some
+/// may.
 std::string codes_rejected(const Problem& problem);
+
+/// Why no tensor core multiplies the codes of q and k of a forward pass as they are, which takes
+/// e4m3 with descales that all rows of a sequence and a head share; empty when some do.
+std::string products_of_codes_rejected(const Problem& problem);
 
 /// What it fixes of those of the forward pass.
 struct AnyForwardKey : KernelKey {

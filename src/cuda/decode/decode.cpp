@@ -84,6 +84,7 @@ DecodeExecutable::DecodeExecutable(const Problem& p, Gpu& gpu, const DecodePlan&
   inputs_[1].any_alignment = inputs_[2].any_alignment = p.sk == 0 || p.total_k == 0;
   params_.batch = static_cast<int>(p.batch);
   params_.hk = static_cast<int>(p.hk / plan.heads);
+  params_.q_scale = scales_of(p.q_descale);
   params_.k_scale = scales_of(p.k_descale);
   params_.v_scale = scales_of(p.v_descale);
   params_.k_zero_point = scales_of(p.k_zero_point);
@@ -116,6 +117,7 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, const Run& run
     place_keys(inputs_[1].shape, p.k.data, &p.k_map);
     place_keys(inputs_[2].shape, p.v.data, &p.v_map);
   }
+  p.q_scale.data = args.descales.q_descale.data;
   set_data(args.descales.k_descale, plan_.k_scales, plan_.heads, &p.k_scale);
   set_data(args.descales.v_descale, plan_.v_scales, plan_.heads, &p.v_scale);
   set_data(args.descales.k_zero_point, plan_.k_scales, plan_.heads, &p.k_zero_point);

@@ -30,11 +30,32 @@ int64_t lane_elements(DType dtype) { return kLaneBytes * block_of(dtype) / size_
 /// Whether rows are blocks of codes with their scales.
 bool has_blocks(DType dtype) { return is_low_bit(dtype) && format_of(dtype)->scaled; }
 
-/// Why k and v of these dtypes are not computed; empty when they are.
-std::string keys_rejected(const Problem& p) {
+/// Why a q of codes is not computed; empty when it is, or q has none.
+std::string coded_queries_rejected(const Problem& p) {
+  if (!is_low_bit(p.dtypes.q)) return {};
+  if (p.q_descale.groups > 1) {
+    return fmt::format("computes q with a descale a row, not one for each of {} groups of columns",
+                       p.q_descale.groups);
+  }
+  // Where its rows fill the products of codes the forward kernel is faster, and with `invariant`
+  // the same kernel computes any number of rows.
+  const bool others_take =
+      products_of_codes_rejected(p).empty() && !has_cache(p) && !p.has(Arg::kTreeMask);
+  if (others_take && (p.invariant || rows_of_kv_head(p) > kFewRows)) {
+    return fmt::format(
+        "computes contiguous keys for q of {} up to {} rows of a kv head and without `invariant`",
+        name_of(p.dtypes.q), kFewRows);
+  }
+  return {};
+}
+
+/// Why q, k and v of these dtypes are not computed; empty when they are.
+std::string operands_rejected(const Problem& p) {
   const OperandTypes& types = p.dtypes;
   if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
-  if (types.q != DType::kBF16 && types.q != DType::kF16) return "computes q of bf16 and f16";
+  if (!is_low_bit(types.q) && types.q != DType::kBF16 && types.q != DType::kF16) {
+    return "computes q of bf16, f16, e4m3 and e5m2";
+  }
   for (const auto& [name, dtype, scales, dim] :
        {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
     if (!is_low_bit(dtype)) {
@@ -229,7 +250,9 @@ std::array<TensorShape, 2> box_shapes(const Problem& p, const DecodePlan& plan, 
 
 DecodePlan decode_common(const Problem& p, const Card& card) {
   DecodePlan plan;
-  static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(p);
+  Problem numbers = p;  // of codes of q, which are f16
+  if (is_low_bit(p.dtypes.q)) numbers.dtypes.q = DType::kF16;
+  static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(numbers);
   plan.card = card;
   plan.stored = p.dtypes;
   const auto in_chunks = [](int dim, DType dtype) {
@@ -339,11 +362,12 @@ std::string decode_rejects(const Problem& p) {
 }
 
 std::string decode_rejects_few(const Problem& p) {
-  if (std::string why = keys_rejected(p); !why.empty()) return why;
+  if (std::string why = operands_rejected(p); !why.empty()) return why;
   if (p.d > kMaxDim || p.dv > kMaxDim) {
     return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
   }
   if (p.dropout_p > 0) return "computes without dropout";
+  if (std::string why = coded_queries_rejected(p); !why.empty()) return why;
   // Other rows are copied where no other kernel can take the call.
   const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
   const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;

@@ -25,7 +25,7 @@ enum class DecodeSchedule {
 
 /// What kernel_config.h fixes at compile time.
 struct DecodeKey : AnyForwardKey {
-  OperandTypes stored;             ///< in memory, where k and v may have codes
+  OperandTypes stored;             ///< in memory, where k and v, and with them q, may have codes
   int k_scales = 0, v_scales = 0;  ///< of the codes of a key; 0: those of its sequence and kv head
   bool k_zero_point = false, v_zero_point = false;
   /// Of those scales and zero points; f32 of what comes once a work tile.

@@ -343,8 +343,9 @@ CenteredValues centered_values(const Problem& p, const ForwardPlan& plan) {
 }
 
 std::string forward_rejects(const Problem& p) {
-  const bool codes = p.dtypes.q == DType::kE4M3;
-  if (std::string why = dtypes_rejected(p.dtypes); !codes && !why.empty()) return why;
+  const bool codes = is_low_bit(p.dtypes.q);
+  const std::string dtypes = codes ? products_of_codes_rejected(p) : dtypes_rejected(p.dtypes);
+  if (!dtypes.empty()) return dtypes;
   if (codes && p.cache.paged()) return "computes e4m3 without pages";
   if (p.has(Arg::kTreeMask)) return "computes without tree masks";
   if (p.d > kMaxDim || p.dv > kMaxDim) {

@@ -68,6 +68,7 @@ enum : int {
   kOutputs = CodeChunks<kOfV>::kChunks * CodesOfV::kOfHalf * 2,
 };
 
+static_assert(!kCodesQ || (kCodesK && kCodesV));
 static_assert(kBlockKeys % 32 == 0 && (kWarpGroups > 1 || kHeads > 1));
 
 // A thread's rows of Q, two of each eight.
@@ -93,9 +94,7 @@ struct TransposedRows {
 __device__ __forceinline__ float descale_of(const CodeScales& t, const WorkTile& tile) {
   if (t.data == nullptr) return 1;
   const int head = tile.head * kHeads + head_of_warp();
-  const auto* const at = static_cast<const unsigned char*>(t.data) + tile.batch * t.batch + head * t.head;
-  return t.type == kF32 ? *reinterpret_cast<const float*>(at)
-                        : half_to_float(*reinterpret_cast<const unsigned short*>(at));
+  return scale_at(t, tile.batch * t.batch + head * t.head);
 }
 
 // By how much a key's scales may move the maximum of a row: products of P and scales are f16. One that is no number

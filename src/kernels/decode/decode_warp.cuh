@@ -25,7 +25,7 @@ class Queries {
       if (at(i) < kQueryRows * kQueryChunks) *reinterpret_cast<uint4*>(raw + query_place(at(i))) = chunks_[i];
     sync_compute_warps();
     if constexpr (kCodesK) {
-      prepare_queries([&](int head) { return BlockRows<kOfK>::begin(p, tile, head) / 2; });
+      prepare_queries(p, tile, [&](int head) { return BlockRows<kOfK>::begin(p, tile, head) / 2; });
       sync_compute_warps();
     }
   }

@@ -3,7 +3,8 @@
 // kernel_config.h, generated per plan, holds a macro and one anonymous enum of ints:
 //   #define FULGUR_SCHEDULE StreamK     the type of the schedule (decode/schedule/schedule.cuh)
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
-//   kStoredQ, kStoredK, kStoredV  those of q, k and v in memory; k and v may have codes, q then has f16 or bf16
+//   kStoredQ, kStoredK, kStoredV  those of q, k and v in memory; k and v may have codes, q then has f16, bf16 or,
+//                   if both have codes, e4m3 or e5m2
 //   kKScales, kVScales  scales that the codes of a key have for themselves, one for each group of columns; 0: those of
 //                   its sequence and kv head
 //   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
@@ -63,7 +64,7 @@ FULGUR_SHARED int scale_piece(int bytes) { return bytes % 16 == 0 ? 16 : bytes %
 struct CodeScales {
   const void* data;
   fulgur::kernels::Element type;
-  bool of_rows;  // lie as the rows of K or V do, else by sequence and kv head
+  bool of_rows;  // lie as the rows of Q, K or V do, else by sequence and kv head
   bool runs;     // those of a key lie side by side, at a multiple of scale_piece(their bytes)
   long long batch, row, head, group;  // strides in bytes
 };
@@ -88,7 +89,7 @@ struct DecodeParams : DecodeMaps, CallParams {
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
   fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk
-  CodeScales k_scale, v_scale, k_zero_point, v_zero_point;  // of codes; strides of k and v then count bytes
+  CodeScales k_scale, v_scale, k_zero_point, v_zero_point, q_scale;  // of codes; strides of k and v then count bytes
   [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };
 

@@ -11,7 +11,7 @@
 #include "decode/layout.h"
 #include "decode/params.h"
 
-// As memory has q, k and v: k and v perhaps as codes, for which products take operands of f16.
+// As memory has q, k and v: k and v, and with them q, may have codes, of which products take the numbers as f16.
 using StoredQ = ElementType<Element(kStoredQ)>;
 using StoredK = ElementType<Element(kStoredK)>;
 using StoredV = ElementType<Element(kStoredV)>;
@@ -19,6 +19,7 @@ using CodesOfK = Codes<StoredK::kType>;
 using CodesOfV = Codes<StoredV::kType>;
 
 enum : int {
+  kCodesQ = is_code(StoredQ::kType),
   kCodesK = is_code(StoredK::kType),
   kCodesV = is_code(StoredV::kType),
   kScalesOfKey = kKScales * (1 + kKZeroPoint) + kVScales * (1 + kVZeroPoint),

@@ -419,10 +419,6 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
     change(call.args);
     return call;
   };
-  expect_refused(with([](ForwardArgs& a) { a.q.dtype = DType::kE5M2; }),
-                 "takes no low-bit q (e5m2) but e4m3");
-  expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kInt8; }),
-                 "takes no low-bit v (int8) but e4m3 and e5m2");
   expect_refused(with([](ForwardArgs& a) { a.v.dtype = DType::kBF16; }),
                  "takes a q of e4m3 with k and v of codes, got v of bf16");
   // With a q of 16 bits decode kernels take k and v of some formats.
@@ -439,19 +435,54 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
   expect_refused(with([](ForwardArgs& a) { a.out.dtype = DType::kF32; }),
                  "writes bf16 and f16 for e4m3, got an out of f32");
   expect_refused(with([](ForwardArgs& a) {
-                   a.descales.k_descale = a.k;
-                   a.descales.k_descale.dtype = DType::kF32;
-                   a.descales.k_descale.shape[3] = 1;
+                   a.descales.q_descale = a.q;
+                   a.descales.q_descale.dtype = DType::kF32;
+                   a.descales.q_descale.shape[3] = 2;
                  }),
-                 "takes a k_descale of the tensor or of sequences and kv heads, not one of rows");
-  ForwardCall paged = codes;
-  paged.args.k.shape[0] = paged.args.v.shape[0] = 8;
-  paged.args.cache.page_table =
-      Tensor::contiguous(nullptr, DType::kI32, {2, 2}, codes.args.q.device);
-  expect_refused(paged, "computes e4m3 without pages");
+                 "takes a q_descale of the tensor or of sequences and kv heads, not one of rows; "
+                 "computes q with a descale a row, not one for each of 2 groups of columns");
+  ForwardCall dropped = with([](ForwardArgs& a) { a.q.dtype = DType::kE5M2; });
+  dropped.options.dropout_p = 0.5;
+  expect_refused(dropped, "multiplies codes of a q of e4m3, got e5m2; computes without dropout");
+  ForwardCall many = codes;
+  many.options.invariant = true;
+  EXPECT_EQ(status_of([&] { fulgur::plan(many.args, many.options); }), Status::kOk);
+}
+
+// The decode kernels compute what products of codes do not: pages, tree masks, descales of rows,
+// other formats, and the few rows of decoding.
+TEST_F(OnFakeGpu, QueriesOfCodesAreDecoded) {
+  const auto kernel = [](const ForwardCall& call) {
+    return fulgur::plan(call.args, call.options).details().get<std::string>("kernel");
+  };
+  const ForwardCall codes = forward_call({.dtype = DType::kE4M3, .seqused = true});
+  EXPECT_EQ(kernel(codes), "sm90_forward");
+  const auto with = [&](auto change) {
+    ForwardCall call = codes;
+    change(call.args);
+    return call;
+  };
+  EXPECT_EQ(kernel(with([](ForwardArgs& a) { a.q.dtype = DType::kE5M2; })), "sm90_decode");
+  EXPECT_EQ(kernel(with([](ForwardArgs& a) { a.v.dtype = DType::kInt8; })), "sm90_decode");
+  for (const auto& [scale, rows] : {std::pair{&Descales::q_descale, &ForwardArgs::q},
+                                    std::pair{&Descales::k_descale, &ForwardArgs::k}}) {
+    EXPECT_EQ(kernel(with([&](ForwardArgs& a) {
+                a.descales.*scale = a.*rows;
+                (a.descales.*scale).dtype = DType::kF32;
+                (a.descales.*scale).shape[3] = 1;
+              })),
+              "sm90_decode");
+  }
+  const Device device = codes.args.q.device;
+  EXPECT_EQ(kernel(with([&](ForwardArgs& a) {
+              a.k.shape[0] = a.v.shape[0] = 8;
+              a.cache.page_table = Tensor::contiguous(nullptr, DType::kI32, {2, 2}, device);
+            })),
+            "sm90_decode");
   ForwardCall tree = forward_call({.dtype = DType::kE4M3, .sq = 8});
-  tree.args.tree_mask = Tensor::contiguous(nullptr, DType::kI64, {2, 8}, codes.args.q.device);
-  expect_refused(tree, "computes without tree masks");
+  tree.args.tree_mask = Tensor::contiguous(nullptr, DType::kI64, {2, 8}, device);
+  EXPECT_EQ(kernel(tree), "sm90_decode");
+  EXPECT_EQ(kernel(forward_call({.dtype = DType::kE4M3, .sq = 1})), "sm90_decode");
 }
 
 TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
