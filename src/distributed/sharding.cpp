@@ -61,10 +61,10 @@ std::vector<int> ranks_by_area(const std::vector<Strip>& strips, const std::vect
   std::vector<double> load(ranks, 0.0);
   std::vector<int> rank(strips.size());
   for (const Run& run : runs) {
-    const auto least = std::ranges::min_element(load);
-    *least += run.area;
+    const auto smallest = std::ranges::min_element(load);
+    *smallest += run.area;
     std::fill(rank.begin() + run.begin, rank.begin() + run.end,
-              static_cast<int>(least - load.begin()));
+              static_cast<int>(smallest - load.begin()));
   }
   return rank;
 }

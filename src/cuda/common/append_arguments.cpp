@@ -18,16 +18,16 @@ const int* ints(const ConstTensor& t) { return static_cast<const int*>(t.data); 
 
 AppendScales scales_of(const ScaleTensor& t) {
   const Scales& at = t.at;
-  // Only what fits its scales writes them.
+  // Only append with fitted scales writes them.
   return {const_cast<void*>(t.data), at.dtype == DType::kF32, at.batch, at.row, at.head, at.group};
 }
 
-/// Whether rows and angles, and their halves, are made of 16 bytes at multiples of 16 bytes.
+/// Whether rows, angles and their halves consist of 16-byte pieces that are aligned to 16 bytes.
 bool all_wide(const AppendCall& c) {
   const AppendArgs& a = c.args;
   if (is_low_bit(c.p.dtypes.k) || is_low_bit(c.p.dtypes.v)) return false;
-  const int64_t piece = 16 / size_of(c.p.dtypes.k);
-  if (c.p.d % piece != 0 || c.p.dv % piece != 0 || c.pairs % piece != 0) return false;
+  const int64_t width = 16 / size_of(c.p.dtypes.k);
+  if (c.p.d % width != 0 || c.p.dv % width != 0 || c.pairs % width != 0) return false;
   for (const Layout* rows : {&c.p.k, &c.p.v, &c.k_new, &c.v_new, &c.p.q, &c.q_out}) {
     if (!rows_aligned(*rows, c.p.dtypes.k)) return false;
   }
@@ -105,9 +105,9 @@ AppendParams append_params(const AppendCall& c) {
   p.table_stride = cache.table_stride;
   p.id_stride = cache.id_stride;
   p.ids = cache.ids;
-  p.room = c.p.sk;
+  p.capacity = c.p.sk;
   p.entries = cache.entries;
-  constexpr int64_t kMaxPage = std::numeric_limits<unsigned>::max();  // beyond any length
+  constexpr int64_t kMaxPage = std::numeric_limits<unsigned>::max();  // more than any length
   p.page = static_cast<unsigned>(std::clamp(cache.page, int64_t{1}, kMaxPage));
   p.cos = a.rows.rotary.cos.data;
   p.sin = a.rows.rotary.sin.data;

@@ -6,23 +6,23 @@
 
 namespace fulgur::cuda {
 
-constexpr int kCodeLanesLog2 = 5;  ///< that make codes of a head
+constexpr int kCodeLanesLog2 = 5;  ///< log2 of the lanes that quantize a head
 
-/// Rows on their way from one tensor to another.
+/// The arguments that copy rows from one tensor to another.
 AppendRows rows_between(const void* from, const Layout& at, void* to, const Layout& to_at,
                         int64_t heads, int64_t dim, int64_t pairs);
-/// What makes codes of this format, which new rows give their scales where these are of rows;
-/// nothing where it is none.
+/// The arguments that quantize new rows to a format, with a scale of each row where scales are of
+/// rows. Empty if the format has no codes.
 AppendCodes codes_of(DType format, const Scaling& scaling);
 
-/// The means of the columns of rows, which their codes have not.
+/// Sets the means of columns, which are subtracted from rows before they are quantized.
 void set_means(const Means& means, AppendRows& rows);
 
-/// What a kernel that appends is told, but for the lengths. Throws Error(kUnsupported) for more
-/// rows than it counts.
+/// The arguments of a kernel that appends, but for the lengths. Throws Error(kUnsupported) for more
+/// rows than an int counts.
 AppendParams append_params(const AppendCall& call);
 
-/// Its lengths, which lie on the device.
+/// Sets the lengths, which lie on the device.
 void set_lengths(const AppendArgs& args, AppendParams& params);
 
 }  // namespace fulgur::cuda

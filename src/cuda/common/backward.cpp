@@ -18,7 +18,7 @@ constexpr int kPanelColumns = 64, kWarpColumns = 32;
 
 int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
-/// Those of a key that its target decides.
+/// A key with only those fields that follow from the target.
 AnyBackwardKey of_target(const AnyBackwardKey& key) {
   AnyBackwardKey other;
   other.dq_by_fours = key.dq_by_fours;
@@ -36,7 +36,7 @@ int statistics_rows(const Problem& p) {
                                    : p.batch * ceil_div(p.sq, rows) * rows);
 }
 
-/// The addresses of a run's tensors.
+/// Sets the addresses of a run's tensors.
 void set_backward_tensors(BackwardParams& p, const BackwardArgs& args, const Run& run) {
   const auto data = [](const ConstTensor& t) { return const_cast<void*>(t.data); };
   p.q.data = data(args.q);
@@ -56,9 +56,10 @@ void set_backward_tensors(BackwardParams& p, const BackwardArgs& args, const Run
   set_random_numbers(p, run);
 }
 
-/// The rest of a BiasSums, for tiles of so many rows: a run's dbias may have more rows and keys
-/// than the longest sequence, and so more tiles. Where elements are no sums of several scores, a
-/// work tile has more tiles of keys, which share Q and dO, but not so many that SMs would idle.
+/// Sets the fields of a BiasSums that depend on a run, for tiles of `tile_rows` rows. A run's dbias
+/// may have more rows and keys than the longest sequence, and so more tiles. Where an element is
+/// not a sum over several scores, a work tile has several tiles of keys, which reuse Q and dO, but
+/// only so many that all SMs have work.
 void set_bias_sums(const Tensor& dbias, int64_t sk, int sms, int tile_rows, BiasSums& sums) {
   constexpr int kWorkTilesOfSm = 4;
   sums.data = dbias.data;
@@ -90,7 +91,7 @@ AnyBackwardKey reduce_key(const AnyBackwardKey& key) {
   of_parts.head_dim = key.head_dim;
   of_parts.value_dim = key.value_dim;
   of_parts.block_keys = key.block_keys;
-  of_parts.has_right = key.repairs();  // either bound has the same text
+  of_parts.has_right = key.repairs();  // a left bound has the same device text
   of_parts.packed = key.packed;
   of_parts.f32_key_gradients = key.f32_key_gradients;
   of_parts.elements = key.elements;
@@ -120,10 +121,10 @@ std::string backward_rejects(const Problem& p) {
       return fmt::format("{} {}", name, why);
     }
   }
-  // The kernels number blocks and the rows of statistics with ints.
+  // The kernels count blocks and the rows of statistics with ints.
   constexpr double kMax = std::numeric_limits<int>::max();
   const int64_t blocks = (std::max(p.sq, p.sk) + 63) / 64 + 1;
-  // Doubles, as q may have any number of heads if it has no rows.
+  // Products of doubles cannot overflow: q may have any number of heads if it has no rows.
   const double batch = static_cast<double>(p.batch), heads = batch * static_cast<double>(p.hq);
   if (heads * static_cast<double>(blocks) > kMax ||
       batch * static_cast<double>((p.sq + 127) / 128 * 128) > kMax) {
@@ -198,7 +199,7 @@ void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, E
 KernelUse prepare_kernel(const AnyBackwardKey& of) {
   AnyBackwardKey key = of_target(of);
   key.dtypes = of.dtypes;
-  // 8, 16 or 32 lanes take a row of dO, 8 columns each.
+  // A row of dO is read by 8, 16 or 32 lanes, 8 columns each.
   key.value_dim = of.value_dim <= 64 ? 64 : of.value_dim <= 128 ? 128 : 256;
   key.dq_method = of.dq_method;
   key.rounds_dq = of.rounds_dq;
@@ -206,7 +207,7 @@ KernelUse prepare_kernel(const AnyBackwardKey& of) {
   key.maps_tiles = of.maps_tiles && ordered;
   if (of.accumulates_dq()) key.head_dim = round_up(of.head_dim, kPanelColumns);
   if (ordered) key.dq_parts = of.dq_parts;
-  if (ordered || of.makes_map) {  // which tiles are seen
+  if (ordered || of.makes_map) {  // the kernel needs to know which tiles are seen
     key.block_rows = of.block_rows;
     key.block_keys = of.block_keys;
     key.has_left = of.has_left;
@@ -347,7 +348,7 @@ RowKernels::RowKernels(const Problem& p, const AnyBackwardKey& key, const AnyBac
 }
 
 void RowKernels::launch_first(CUstream stream, const BackwardParams& params) const {
-  int maps = 0;  // rows of CTAs
+  int maps = 0;  // rows of the grid whose CTAs make the map
   if (makes_map_) {
     const kernels::MapShape& shape = params.expression.map_shape;
     maps = ceil_div(kernels::fused_map_ctas(shape, /*by_keys=*/true, maps_rows_), row_chunks_);

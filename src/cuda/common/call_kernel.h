@@ -5,14 +5,14 @@
 
 namespace fulgur::cuda {
 
-// The kernels of calls without a plan, append and merge, and others that are the same for all
-// plans.
+// The kernels of calls without a plan (append, merge, quantize), and others that are the same for
+// all plans.
 
-/// Append has one for each dtype, and one that makes codes of it. kUpload writes numbers of its
-/// arguments to memory, of plans, too; kDivide what the parts of a plan over shared prefixes are
-/// told. Of quantize kMeasure and kFit make scales that rows share; kNumbers is its inverse.
-/// kHadamard rotates rows; kMeans makes means of columns, kAddMeans adds their products to LSE.
-/// kAddRows adds sums of gradients of several processes and rounds them.
+/// kAppend and kQuantize append rows of a dtype, as they are or quantized. kUpload writes the
+/// numbers in its arguments to memory. kDivide computes the lengths of the parts of a plan over
+/// shared prefixes. kMeasure and kFit compute scales that rows share; kNumbers dequantizes.
+/// kHadamard rotates rows. kMeans computes means of columns, kAddMeans adds their products to LSE.
+/// kAddRows adds sums of gradients of several processes, and rounds them.
 enum class CallKernel : uint8_t {
   kAppendF16,
   kAppendBF16,
@@ -44,33 +44,34 @@ enum class CallKernel : uint8_t {
 
 KernelUse use_of(CallKernel kernel);
 
-/// The one of three, of which `first` is that of f16.
+/// The kernel of a dtype, one of three consecutive ones: `first` is that of f16.
 CallKernel of_dtype(CallKernel first, DType dtype);
-/// That of append for new rows of f16, bf16 or f32, which caches take as they are or as `codes`.
+/// The kernel that appends rows of f16, bf16 or f32, as they are or quantized to `codes`.
 CallKernel append_kernel(DType rows, bool codes);
 
-/// The kernel on a device, in its context. The first call loads it, and compiles it if need be.
-/// Throws Error(kInvalidArgument) for a first call on a stream that is being captured.
+/// The kernel on a device, whose context must be current. The first call loads the kernel, after
+/// compiling it if necessary. Throws Error(kInvalidArgument) if the first call is for a stream that
+/// is being captured.
 CUfunction loaded(CallKernel kernel, Gpu& gpu, CUstream stream);
 
-/// Loads it for calls to come, which a capture may then be of.
+/// Loads a kernel, so that later calls may be captured.
 CUfunction load(CallKernel kernel, Gpu& gpu);
 
-/// Puts a kernel on the stream whose CTAs take a token each, and groups of 2^lanes_log2
-/// lanes a head.
+/// Launches a kernel in which each CTA computes a token, and each group of 2^lanes_log2 lanes a
+/// head.
 void launch(CallKernel kernel, Gpu& gpu, CUstream stream, const void* params, int64_t tokens,
             int heads, int lanes_log2);
 
-/// Throws Error(kUnsupported) for f64. `call`: "append".
+/// Throws Error(kUnsupported) for f64. `call`: the name of the call in the error ("append").
 void refuse_f64(const char* name, const ConstTensor& tensor, const char* call);
 
-/// `count` of what a tensor has, as kernels count. Throws Error(kUnsupported) for 2^30 and more.
+/// `count` as an int, with which kernels count. Throws Error(kUnsupported) for 2^30 or more.
 int counted(const char* name, int64_t count, const char* of_what, const char* call);
 
-/// Whether rows begin at multiples of 16 bytes.
+/// Whether all rows are aligned to 16 bytes.
 bool rows_aligned(const Layout& rows, DType dtype);
 
-/// The lanes that share a row which takes a lane that many steps: a power of two, at most a warp.
+/// log2 of the lanes that share a row of so many steps of one lane; at most a warp.
 int lanes_log2(int64_t steps);
 
 }  // namespace fulgur::cuda

@@ -13,43 +13,44 @@
 
 namespace fulgur::cuda {
 
-/// What the workspaces of all plans of attention kernels have, in bytes.
+/// Offsets and sizes in the workspace of any plan of attention kernels, in bytes.
 struct CallWorkspace {
-  int64_t zeroed = 0;    ///< counters at its beginning: zero before the first run and after each
-  int64_t map = 0;       ///< where the map of tiles begins
-  int64_t metadata = 0;  ///< where numbers of the host begin
+  int64_t zeroed =
+      0;  ///< size of the counters at its beginning, which are zero before and after each run
+  int64_t map = 0;       ///< offset of the map of tiles
+  int64_t metadata = 0;  ///< offset of host metadata
   int64_t end = 0;
 };
 
-/// Why a tensor is copied to the workspace, empty where it is not; to where there, and to elements
-/// of which dtype, if not of its own.
+/// Why a tensor is copied to the workspace (empty if it is not), the offset of the copy, and its
+/// dtype if it is not that of the tensor.
 struct Copied {
   std::string why;
   int64_t offset = 0;
   std::optional<DType> dtype{};
 };
 
-/// A tensor that kernels copy to shared memory. Where they cannot address it a kernel copies it to
-/// the workspace first.
+/// A tensor that kernels copy to shared memory. If they cannot address it, another kernel copies it
+/// to the workspace first.
 template <class Args>
 struct Input {
   const char* name = "";
   ConstTensor Args::*argument = nullptr;
-  TensorShape shape;            ///< of what kernels read
-  bool any_alignment = false;   ///< of its data, where it is not copied
-  CUfunction copies = nullptr;  ///< the kernel that copies it; null: it is read where it lies
+  TensorShape shape;            ///< of the tensor or copy that kernels read
+  bool any_alignment = false;   ///< data that is not copied may have any alignment
+  CUfunction copies = nullptr;  ///< the kernel that copies it; null: it is not copied
   int64_t offset = 0;           ///< of the copy in the workspace
-  ForwardCopyParams copy{};     ///< without addresses
+  ForwardCopyParams copy{};     ///< arguments without addresses
 
-  /// Where kernels read it.
+  /// The address at which kernels read it.
   void* data(const Args& args, char* workspace) const {
     if (copies != nullptr) return workspace + offset;
-    return const_cast<void*>((args.*argument).data);  // a tensor map does not say what it is for
+    return const_cast<void*>((args.*argument).data);  // tensor maps have no const
   }
 };
 
-/// What the executables of all attention kernels do around their launches. `Args`: ForwardArgs,
-/// BackwardArgs, ScoresArgs.
+/// The base of the executables of all attention kernels: what they do before and after launches.
+/// `Args`: ForwardArgs, BackwardArgs or ScoresArgs.
 template <class Args>
 class AttentionExecutable : public Executable {
  public:
@@ -58,22 +59,23 @@ class AttentionExecutable : public Executable {
   WorkspaceNeed workspace() const final;
 
  protected:
-  /// `launches`: whether runs launch anything.
+  /// `launches`: whether a run launches any kernel.
   AttentionExecutable(const Problem& problem, Gpu& gpu, Explanation explanation,
                       const CallWorkspace& workspace, bool launches);
 
   Input<Args>& add_input(const char* name, ConstTensor Args::*argument, const TensorShape& shape,
                          const Copied& copied);
 
-  /// Throws Error(kInvalidArgument) for addresses that are not as the plan was told.
+  /// Throws Error(kInvalidArgument) for addresses that are less aligned than the plan expects.
   virtual void check_addresses(const Args& args) const;
-  /// Puts the kernels on the stream, after those that make inputs and numbers of the host ready.
+  /// Launches the kernels. The kernels that copy inputs and host metadata are on the stream
+  /// already.
   virtual void launch(const Args& args, const Run& run, char* workspace) const = 0;
 
   /// The workspace of a run.
   LaunchMemory::Lease memory(const Run& run) const;
-  /// Puts the kernels on the stream that write copies and numbers to the workspace. Returns the
-  /// call with its numbers there: `moved`, or `args` where it has none on the host.
+  /// Launches the kernels that copy inputs and host metadata to the workspace. Returns the call
+  /// with its metadata there (`moved`), or `args` if it has none on the host.
   const Args& ready(const Args& args, const Run& run, char* workspace,
                     std::optional<Args>& moved) const;
 

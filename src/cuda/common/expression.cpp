@@ -33,17 +33,17 @@ const char* hull_type_text(Type type) {
   return type == Type::kBool ? "kBoolHull" : type == Type::kInt ? "kIntHull" : "kFloatHull";
 }
 
-/// What literals are to their kernel: themselves, factors instead of divisors, or divisors of
-/// integers, whose words are those of a kernels::Reciprocal and their own.
+/// How a kernel gets a literal: as itself, as the reciprocal of a divisor of floats, or as a
+/// divisor of integers, which has the words of a kernels::Reciprocal and its own.
 enum Form { kItself, kFactor, kDivisor };
 
-/// The words of literals, each once.
+/// The words of literals. Equal literals have the same words.
 struct Words {
   std::vector<int> words;
   std::map<std::pair<Form, std::vector<int>>, int> places;
 
-  /// The place of some; -1 where there is no room, which divisors always have: a user's expressions
-  /// have few literals, and derivatives add no divisors.
+  /// The index of the words of a literal; -1 if there are too many words. That is never so of
+  /// divisors: a user's expressions have few literals, and derivatives add no divisors.
   int take(Form form, const std::vector<int>& bits) {
     const auto [at, is_new] = places.try_emplace({form, bits}, -1);
     if (is_new && words.size() + bits.size() <= kernels::kMaxExpressionWords) {
@@ -54,7 +54,7 @@ struct Words {
   }
 };
 
-/// Prints functions of nodes.
+/// Prints the functions of kernel_config.h that compute nodes of a graph.
 class Printer {
  public:
   Printer(const Graph& graph, std::span<const Expressions::TensorLayout> layouts, Words& words)
@@ -64,7 +64,7 @@ class Printer {
     }
   }
 
-  /// The value of a root as a function of the place and, where it may need it, of the score.
+  /// A function that computes the value of a root from the place and, with `of_score`, the score.
   std::string function(const char* name, int root, bool of_score) {
     return fmt::format(
         "template <class Place>\n__device__ __forceinline__ {} {}(const Place& at{}) {{\n{}}}\n",
@@ -72,8 +72,8 @@ class Printer {
         statements({root}) + fmt::format("  return t{};\n", root));
   }
 
-  /// For each gradient of a tensor: its addend of a score, the element that it is added to, and
-  /// whether rows (1) and keys (2) decide which that is.
+  /// For each gradient of a tensor: functions that compute the addend of a score and the element to
+  /// which it is added, and whether that element depends on the row (1) and on the key (2).
   std::string gradients(const std::vector<CallGraph::Scatter>& scatters) {
     const std::vector<int> decide = places_of_nodes();
     std::string addends, elements, tensors, places;
@@ -109,8 +109,8 @@ class Printer {
            fmt::format(kFunction, "int", "expression_element", elements);
   }
 
-  /// What is known of the mask in a tile of scores: what only rows and only keys decide (panels),
-  /// and the hull of the mask by those of their values in the tile.
+  /// Functions that classify tiles of a mask: the values of its panels
+  /// (kernels/maps/panel_hulls.cuh), and the hull of the mask in a tile by the hulls of panels.
   MaskHullsText hulls(const StagedGraph& staged) {
     MaskHullsText to;
     std::vector<bool> needed(graph_.nodes.size());
@@ -156,7 +156,8 @@ class Printer {
         body, staged.call.mask);
     to.row_panels = static_cast<int>(panels[0].size());
     to.key_panels = static_cast<int>(panels[1].size());
-    for (int n = staged.call.mask; n >= 0; --n) {  // now all that the mask is made of
+    for (int n = staged.call.mask; n >= 0;
+         --n) {  // from here on: every node that the mask depends on
       for (int i = 0; needed[n] && i < node(n).count; ++i) needed[node(n).operands[i]] = true;
       if (!needed[n] || node(n).op() != Op::kSymbol) continue;
       const Symbol symbol = node(n).content.symbol;
@@ -168,7 +169,7 @@ class Printer {
   }
 
  private:
-  /// The hull of a node by those of its operands.
+  /// The hull of a node by the hulls of its operands.
   std::string hull(int n) {
     const Node& of = node(n);
     std::string operands;
@@ -190,7 +191,7 @@ class Printer {
     return fmt::format("hull_of_type({})", hull_type_text(of.type()));
   }
 
-  /// Those that make the values of roots.
+  /// The statements that compute the values of roots.
   std::string statements(const std::vector<int>& roots) {
     uses_.assign(graph_.nodes.size(), 0);
     for (const int root : roots) ++uses_[root];
@@ -208,7 +209,7 @@ class Printer {
     return body;
   }
 
-  /// Whether rows (1) and keys (2) decide about each node.
+  /// Whether each node depends on the row (1) and on the key (2).
   std::vector<int> places_of_nodes() const {
     std::vector<int> places;
     for (const Node& of : graph_.nodes) {
@@ -230,7 +231,7 @@ class Printer {
     return node.op() == Op::kFloorDiv || node.op() == Op::kMod;
   }
 
-  /// Whether all that uses a literal divides integers by it.
+  /// Whether a literal is used only as a divisor of integers.
   bool is_divisor(int n) const {
     if (node(n).op() != Op::kLiteral || node(n).type() != Type::kInt) return false;
     return std::ranges::all_of(graph_.nodes, [&](const Node& other) {
@@ -238,7 +239,7 @@ class Printer {
       return !used || (divides(other) && other.operands[0] != n);
     });
   }
-  /// Whether a product of floats is part of the one sum that uses it.
+  /// Whether a product of floats is fused with the only sum that uses it.
   bool is_fused(int n) const {
     if (node(n).op() != Op::kMul || !is_float(n) || uses_[n] != 1) return false;
     return std::ranges::any_of(graph_.nodes, [&](const Node& sum) {
@@ -247,7 +248,7 @@ class Printer {
              product_of(sum) == n;
     });
   }
-  /// The product that a sum is fused with; -1: none.
+  /// The product with which a sum is fused; -1: none.
   int product_of(const Node& sum) const {
     for (int i = 0; i < 2; ++i) {
       const int n = sum.operands[i];
@@ -316,7 +317,7 @@ class Printer {
   bool is_symbol(int n, Symbol symbol) const {
     return node(n).op() == Op::kSymbol && node(n).content.symbol == symbol;
   }
-  /// How far a key and a query are apart, in text that makes a float of it without an integer;
+  /// The distance of a key and a query as text that computes a float without an integer before it;
   /// empty for other nodes.
   std::string float_distance(int n) const {
     const Node& of = node(n);
@@ -365,9 +366,9 @@ class Printer {
       case Op::kMod:
         return fmt::format("at.mod({}, {})", x, take(of.operands[1], kDivisor));
       case Op::kMin:
-        return floats ? fmt::format("at.least({}, {})", x, y) : fmt::format("min({}, {})", x, y);
+        return floats ? fmt::format("at.minimum({}, {})", x, y) : fmt::format("min({}, {})", x, y);
       case Op::kMax:
-        return floats ? fmt::format("at.most({}, {})", x, y) : fmt::format("max({}, {})", x, y);
+        return floats ? fmt::format("at.maximum({}, {})", x, y) : fmt::format("max({}, {})", x, y);
       case Op::kPow:
         return fmt::format("at.pow({}, {})", x, y);
       case Op::kShiftLeft:
@@ -425,7 +426,7 @@ class Printer {
   const Graph& graph_;
   std::span<const Expressions::TensorLayout> layouts_;
   Words& words_;
-  std::vector<int> uses_;  ///< of nodes in the function that is printed
+  std::vector<int> uses_;  ///< how often the function that is printed uses each node
 };
 
 }  // namespace

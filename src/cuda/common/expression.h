@@ -9,16 +9,17 @@
 
 namespace fulgur::cuda {
 
-/// What classifies the tiles of a mask (kernels/maps/tile_map.cu), as device text.
+/// Device text that classifies the tiles of mask_mod (kernels/maps/panel_hulls.cuh).
 struct MaskHullsText {
   std::string text;
-  int row_panels = 0, key_panels = 0;  ///< what only rows and only keys decide
-  bool of_heads = false, of_kv_heads = false, of_batch = false;  ///< what else the mask depends on
+  int row_panels = 0, key_panels = 0;  ///< panels that the row decides, and the key
+  bool of_heads = false, of_kv_heads = false,
+       of_batch = false;  ///< whether the mask depends on them
 };
 
 /// The expressions of a call as device text, and the arguments that its kernels take for them. The
-/// text has the nodes of their graphs and nothing that a user wrote: literals, divisors, shapes and
-/// strides are arguments, so that others compile nothing.
+/// text depends on the nodes of their graphs only. Literals, divisors, shapes and strides are
+/// arguments, so that expressions that differ in these share a compiled kernel.
 class DeviceExpressions {
  public:
   DeviceExpressions() = default;
@@ -27,16 +28,15 @@ class DeviceExpressions {
   bool given() const { return expressions_.given(); }
   bool changes_scores() const { return expressions_.changes_scores(); }
   bool masks() const { return expressions_.masks(); }
-  /// Whether the derivative of a changed score by the score before is not 1 everywhere.
+  /// Whether the derivative of score_mod by the score is not 1 everywhere.
   bool has_slope() const { return has_slope_; }
-  /// Functions of kernel_config.h; empty where there are none.
+  /// The functions of kernel_config.h; empty without expressions.
   const std::string& text() const { return text_; }
 
-  /// Of mask_mod.
+  /// The text that classifies the tiles of mask_mod.
   const MaskHullsText& mask_hulls() const { return mask_hulls_; }
 
-  /// What kernels are told in a call with these tensors. Those of a call without expressions take
-  /// none.
+  /// The arguments of kernels in a call with these tensors. Kernels without expressions have none.
   kernels::ExpressionArguments arguments(std::span<const TensorBinding> tensors) const;
 
  private:

@@ -13,7 +13,7 @@
 
 namespace fulgur::cuda {
 
-/// The tile of a kernel: what choosing, tuning, prewarming and explaining speak of.
+/// The name of a tile of a family, by which plans are chosen, tuned and explained.
 struct TileId {
   std::string family;  ///< "sm90_forward": one word
   int Br = 0, Bc = 0;
@@ -22,12 +22,12 @@ struct TileId {
   std::string text() const;
 };
 
-/// Why a plan is what it is.
+/// Why a plan was chosen.
 struct Reasons {
   std::vector<std::string> decisions, rejected;
   Details details;  ///< the decisions as data
 };
-/// What a plan is, and why: after its first sentence.
+/// An explanation with the reasons after its first sentence.
 Explanation with_reasons(Explanation plan, const Reasons& reasons);
 
 /// One tile of a family, planned for one problem.
@@ -36,18 +36,18 @@ class Candidate {
   virtual ~Candidate() = default;
 
   TileId tile;
-  double cycles = 0;      ///< of an SM, as the cost model predicts
-  int64_t workspace = 0;  ///< bytes that a run wants
-  /// Why the model takes it only where there is no other; empty when it may take it.
+  double cycles = 0;      ///< SM cycles that the cost model predicts
+  int64_t workspace = 0;  ///< bytes that a run needs
+  /// Why it is chosen only by tuning, or if there is no other candidate; empty if it may be chosen.
   std::string tuned_only;
 
-  /// What it is, without why it was chosen.
+  /// Explains the plan, without the reasons of the choice.
   virtual Explanation explain() const = 0;
-  /// What it launches, the kernel of the tile first.
+  /// The kernels that it launches, that of the tile first.
   virtual std::vector<KernelUse> kernels() const = 0;
   virtual std::unique_ptr<const Executable> executable(Gpu& gpu, const Reasons& reasons) const = 0;
-  /// The same tile where its kernel appends new rows, too, before it attends; null where it does
-  /// not, and why.
+  /// The same tile with a kernel that appends new rows before it attends; null, and the reason, if
+  /// there is none.
   virtual std::shared_ptr<const Candidate> fused(const Problem::Append&,
                                                  std::string* why_not) const;
 };
@@ -58,19 +58,19 @@ using Candidates = std::vector<std::shared_ptr<const Candidate>>;
 class Family {
  public:
   virtual ~Family() = default;
-  /// Whether it is made for such problems at all.
+  /// Whether the family is made for problems of this kind.
   virtual bool is_for(const Problem& problem) const = 0;
-  /// Why it does not compute one of these, and what it does compute; empty when it does.
+  /// Why it does not compute such a problem, and what it computes; empty if it computes it.
   virtual std::string rejects(const Problem& problem) const = 0;
-  /// Every tile that fits the problem and the card. `rejected` takes the others.
+  /// Every tile that fits the problem and the card. Adds the reasons of all others to `rejected`.
   virtual Candidates candidates(const Problem& problem, const Card& card,
                                 std::vector<std::string>* rejected) const = 0;
-  /// Candidates that calls like `problem` may get with any lengths and batch, which a walk over a
-  /// few of these might miss: prewarming compiles them, too.
+  /// Candidates that calls like `problem` may have with any lengths and batch. Prewarming compiles
+  /// these, too, as the samples of lengths that it plans might miss some.
   virtual Candidates reachable(const Problem&, const Card&) const { return {}; }
 };
 
-/// A tile, and how long a call took with it on a device.
+/// A tile, and the measured time of a call with it on a device.
 struct MeasuredTile {
   TileId tile;
   double microseconds = 0;

@@ -11,31 +11,31 @@
 
 namespace fulgur::cuda {
 
-// What the forward passes of all families have in common. `Params`: AttentionParams, or those of
-// the decode kernels, which have the same names in another order.
+// What the forward passes of all families have in common. `Params`: AttentionParams, or the
+// parameters of decode kernels, which have the same members in another order.
 
 // Which sequences of an invariant call decode kernels compute, and which the forward kernel.
 
-/// Rows of a kv head, (query, head of its group), that a block of an invariant decode call has.
+/// Rows (query, head of its group) of a kv head in a block of an invariant decode call.
 inline constexpr int64_t kFewRows = 64;
 
-/// Whether each sequence of a forward pass has the kernel that its own rows ask for, as in
-/// invariant calls on contiguous keys that both compute, which are no codes: a decode kernel, which
-/// splits its keys, where it has up to kFewRows, and the forward kernel where it has more. Which
-/// the longest one is depends on the batch.
+/// Whether the kernel of each sequence is decided by its own rows: sequences of up to kFewRows rows
+/// have a decode kernel, which splits keys, longer ones the forward kernel. So it is in invariant
+/// calls on contiguous keys that are not quantized, because the longest sequence depends on the
+/// batch.
 bool rows_decide(const Problem& problem);
-/// The most queries of a sequence that a decode kernel computes then; 0: it computes none.
+/// The maximum of queries of a sequence that a decode kernel computes then; 0: it computes none.
 int64_t few_queries(const Problem& problem);
-/// Queries of the longest sequence, or of the longer one that it is a part of: these decide.
+/// The queries that decide: of the longest sequence, or of the longer one that it is a part of.
 int64_t deciding_queries(const Problem& problem);
-/// Whether a decode kernel computes some sequences of one call and the forward kernel others, as
-/// lengths say.
+/// Whether a decode kernel computes some sequences of a call and the forward kernel others, which
+/// depends on their lengths.
 bool takes_both(const Problem& problem);
 
-/// What a problem fixes of the text of the forward and decode kernels that share calls so.
+/// The key that forward and decode kernels have which divide the sequences of a call.
 AnyForwardKey forward_key_by_rows(const Problem& problem);
 
-/// Adds the kernels of no family that a plan launches.
+/// Adds the kernels that all families use: padding, map of tiles, copies.
 template <class Plan>
 void add_forward_kernels(const Plan& plan, std::vector<KernelUse>& kernels) {
   if (plan.has_padding()) kernels.push_back(padding_kernel());
@@ -43,7 +43,7 @@ void add_forward_kernels(const Plan& plan, std::vector<KernelUse>& kernels) {
   if (plan.copies()) kernels.push_back(copy_kernel());
 }
 
-/// What kernels are told of a call in every run, without addresses.
+/// Sets the arguments that are the same in every run, without addresses.
 template <class Params>
 void set_forward_call(Params& params, const Problem& p, const KernelKey& key) {
   static_cast<CallParams&>(params) = call_params(p, band_of(key, p));
@@ -53,7 +53,7 @@ void set_forward_call(Params& params, const Problem& p, const KernelKey& key) {
   params.pages = key_pages(p);
 }
 
-/// What their executables do, besides.
+/// The base of the executables of all forward passes.
 class ForwardPassExecutable : public AttentionExecutable<ForwardArgs> {
  protected:
   /// `out_aligned`: rows of out are stored 16 bytes at a time. `has_padding`: rows of q may belong
@@ -64,7 +64,7 @@ class ForwardPassExecutable : public AttentionExecutable<ForwardArgs> {
 
   void check_addresses(const ForwardArgs& args) const override;
 
-  /// Adds q, k and v, and tells kernels their strides.
+  /// Adds q, k and v as inputs, and sets their strides in the arguments.
   template <class Params>
   void add_operands(Params& params, const ForwardShapes& shapes,
                     const std::array<Copied, 3>& copied) {
@@ -73,7 +73,7 @@ class ForwardPassExecutable : public AttentionExecutable<ForwardArgs> {
     params.v = strided(add_input("v", &ForwardArgs::v, shapes.v, copied[2]).shape.strides);
   }
 
-  /// What kernels are told in a run besides.
+  /// Sets the arguments of a run.
   template <class Params>
   void set_run(Params& params, const ForwardArgs& args, const Run& run, char* workspace) const {
     params.q.data = inputs_[0].data(args, workspace);

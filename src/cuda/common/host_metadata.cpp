@@ -22,7 +22,7 @@ namespace {
 
 constexpr int kStoreThreads = 256;
 
-/// Those tensors of a call that lie on the host. `Args` may be const.
+/// Visits the tensors of a call that lie on the host. `Args` may be const.
 template <class Args, class Take>
 void for_each(const Problem& problem, Args& args, const Take& take) {
   const auto visit = [&](const TensorRule& rule, auto& t) {
@@ -33,7 +33,7 @@ void for_each(const Problem& problem, Args& args, const Take& take) {
   for_each_tensor(visit, args);
 }
 
-/// Those of a problem, whose backward pass has no others: calls take(name, count).
+/// Calls take(name, count) for the metadata of a problem that lies on the host.
 template <class Take>
 void for_each_name(const Problem& problem, const Take& take) {
   const auto visit = [&](const TensorRule& rule, const auto&) {
@@ -43,8 +43,8 @@ void for_each_name(const Problem& problem, const Take& take) {
   for_each_tensor(visit, none);
 }
 
-/// Adds the numbers of a vector, or of the rows of a matrix, whatever lies between them. Those of
-/// 16 bits become f32.
+/// Appends the numbers of a vector, or of the rows of a matrix, of any strides. Numbers of 16 bits
+/// are converted to f32.
 void append(const ConstTensor& t, std::vector<std::byte>& bytes) {
   const int64_t element = size_of(t.dtype), rows = t.rank == 2 ? t.shape[0] : 1;
   const int64_t columns = t.shape[t.rank - 1];

@@ -12,41 +12,40 @@
 
 namespace fulgur::cuda {
 
-/// Bytes that they take in the workspace of a problem's runs, 0 where there are none.
+/// Bytes of host metadata in the workspace of a problem's runs; 0 without any.
 int64_t host_metadata_bytes(const Problem& problem);
 
-/// The lengths, slopes and sinks of a problem that lie in the host's memory. A run reads them,
-/// checks the lengths, and launches them to its workspace, where its kernels find them: it does not
-/// wait, its caller may change them once it has returned, and a graph keeps those of its capture.
+/// The lengths, slopes and sinks of a problem that lie in host memory. A run reads them, checks the
+/// lengths, and uploads them to its workspace as arguments of a kernel: the host does not wait, the
+/// caller may change them when the run has returned, and a graph keeps those of its capture.
 class HostMetadata {
  public:
-  /// Loads the kernel, if there are such numbers.
+  /// Loads the kernel that uploads them, if there are any.
   HostMetadata(const Problem& problem, Gpu& gpu);
-  /// The same of a call without a plan, in the device's context.
+  /// The same for a call without a plan; the device's context must be current.
   HostMetadata(const AppendCall& call, Gpu& gpu, CUstream stream);
 
-  /// Bytes that they take in the workspace, 0 where there are none.
+  /// Bytes in the workspace; 0 without any.
   int64_t bytes() const { return count_ * int64_t{sizeof(int)}; }
 
   /// Checks the lengths of a call. Throws Error(kInvalidArgument). `Args`: ForwardArgs,
-  /// BackwardArgs, ScoresArgs.
+  /// BackwardArgs or ScoresArgs.
   template <class Args>
   void check(const Args& args) const;
-  /// The call with its numbers at `to`, which is memory of the device, side by side. `Args` may be
-  /// AppendArgs, too.
+  /// The call with its metadata at `to`, which is device memory. `Args` may also be AppendArgs.
   template <class Args>
   Args moved(Args args, void* to) const;
-  /// Puts the kernels on the stream that write them there.
+  /// Launches the kernels that write the metadata to `to`.
   template <class Args>
   void store(const Args& args, CUstream stream, void* to) const;
 
-  /// Says what they cost, if there are any.
+  /// Describes the cost of the upload, if there is any.
   void describe(Explanation& plan) const;
 
  private:
   Problem problem_;
   std::vector<const char*> names_;
-  int64_t count_ = 0;  ///< of all numbers, each of 32 bits
+  int64_t count_ = 0;  ///< of numbers of 32 bits
   CUfunction kernel_ = nullptr;
 };
 

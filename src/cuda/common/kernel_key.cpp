@@ -22,7 +22,7 @@ static_assert(static_cast<int>(DType::kF16) == kernels::kF16);
 static_assert(static_cast<int>(DType::kBF16) == kernels::kBF16);
 static_assert(static_cast<int>(DType::kF32) == kernels::kF32);
 static_assert(static_cast<int>(DType::kBool) == kernels::kBool);
-/// Whether kernels know a format as the table has it.
+/// Whether the kernels' constants of a format are those of the table of formats.
 template <DType dtype>
 constexpr bool is_known(kernels::Element element) {
   return static_cast<int>(dtype) == element && kernels::bits_of(element) == Format<dtype>::kBits;
@@ -33,9 +33,10 @@ static_assert(is_known<DType::kInt8>(kernels::kInt8));
 static_assert(is_known<DType::kInt4>(kernels::kInt4));
 
 constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
-constexpr int64_t kMaxBound = (int64_t{1} << 30) - 1024;  // fits ints with diagonals, out of reach
+constexpr int64_t kMaxBound =
+    (int64_t{1} << 30) - 1024;  // bounds beyond it never bind, and fit ints with diagonals
 
-/// Whether bounds are those of sequences that may be longer than the longest one here.
+/// Whether the mask's bounds may be for longer sequences than those of this problem.
 bool of_any_length(const Problem& p) { return p.invariant || p.origin != Origin{}; }
 
 }  // namespace
@@ -43,7 +44,7 @@ bool of_any_length(const Problem& p) { return p.invariant || p.origin != Origin{
 kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
 
 bool left_binds(const Problem& p) {
-  // A row has at most so many keys before its diagonal.
+  // The maximum of keys before the diagonal of a row.
   const int64_t keys = (p.mask.top_left ? p.sq : p.sk) - 1;
   return chunk_binds(p) || (p.mask.left >= 0 && (of_any_length(p) || p.mask.left < keys));
 }
@@ -54,8 +55,8 @@ bool right_binds(const Problem& p) {
 }
 
 bool chunk_binds(const Problem& p) {
-  // One chunk of all keys hides them from rows in front of the first key, as causal does, or after
-  // the last one.
+  // A single chunk of all keys hides them from rows before the first key, as causal does, or from
+  // rows after the last key.
   const bool rows_outside = p.mask.top_left ? p.sq > p.mask.chunk : p.sq > 1 && p.mask.right != 0;
   return p.mask.chunk > 0 && (of_any_length(p) || p.mask.chunk < p.sk || rows_outside);
 }
@@ -83,8 +84,8 @@ bool has_cache(const Problem& p) {
 OperandTypes multiplied(const Problem& p) {
   OperandTypes types = p.dtypes;
   if (is_low_bit(types.k) && !is_low_bit(types.q)) types.q = types.k = DType::kF16;
-  // The share of some keys in the softmax is that of all their scores, which a map of tiles does
-  // not compute; a bias has buffers of K.
+  // The probability of a stretch of keys is summed over all of its scores, which a map of tiles
+  // would not compute; a bias needs the shared memory of K.
   const bool fast = p.fast_codes && is_low_bit(types.q) && p.dropout_p == 0 && !p.has(Arg::kBias) &&
                     !p.expressions.masks();
   if (is_low_bit(types.v) && !(fast && types.v == DType::kE4M3)) types.v = DType::kF16;
@@ -129,7 +130,7 @@ kernels::Operands operands_of(const KernelKey& key) {
 
 std::string dtypes_rejected(const OperandTypes& dtypes) {
   if (!dtypes.in({DType::kBF16, DType::kF16})) return "computes bf16 and f16";
-  // The tensor cores multiply operands of one type: q and k, and gradients of out with v.
+  // The tensor cores multiply operands of one type: q with k, and gradients of out with v.
   if (dtypes.q != dtypes.k || dtypes.v != dtypes.out) return "multiplies operands of one dtype";
   return {};
 }
@@ -229,7 +230,7 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   constexpr double kLog2e = std::numbers::log2e;
   CallParams params{};
   const bool moved = p.on_host.has(Arg::kAlibiSlopes) && p.slopes_of_batch;
-  params.alibi_batch_stride = moved ? p.hq : p.slopes_batch;  // they are moved side by side
+  params.alibi_batch_stride = moved ? p.hq : p.slopes_batch;  // the upload makes them contiguous
   params.total_q = static_cast<int>(p.total_q);
   params.total_k = static_cast<int>(p.total_k);
   params.sq = static_cast<int>(p.sq);
@@ -251,7 +252,7 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
   params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
   params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
   if (p.softcap > 0) {
-    // Where a cap is too small or too large for the quotient, tanh is a step, or the identity.
+    // If the quotient underflows or overflows, tanh is the identity or a step.
     constexpr double kMax = std::numeric_limits<float>::max();
     const double scale = 2 * kLog2e * p.scale / p.softcap;
     params.softcap_scale = static_cast<float>(std::clamp(scale, -kMax, kMax));

@@ -17,38 +17,38 @@ namespace fulgur::cuda {
 
 // What the plans of all attention kernels have in common.
 
-/// d and dv; rows of a sequence, which the kernels count with ints.
+/// Maximum of d and dv, and of rows of a sequence, which kernels count with ints.
 inline constexpr int kMaxDim = 256;
 inline constexpr int64_t kMaxRows = int64_t{1} << 29;
 
-/// A dtype as kernels name it.
+/// The element type of kernels for a dtype.
 kernels::Element element_of(DType dtype);
 
 inline int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-/// Whether a bound of the mask hides anything: one that no row of the longest sequence reaches is
-/// none; but with `invariant` it stays, since which sequence is the longest depends on the batch,
-/// and so it does in a part of a longer one.
-/// Where chunks do, both bounds do, too: those of the window around each.
+/// Whether a bound of the mask hides any key. A bound that no row of the longest sequence reaches
+/// does not, except with `invariant`, where plans must not depend on the longest sequence of the
+/// batch, and in a part of a longer sequence. If chunks bind, both bounds of the window bind, too.
 bool left_binds(const Problem& problem);
 bool right_binds(const Problem& problem);
 bool chunk_binds(const Problem& problem);
 
-/// Sequences of one length by whose cost tiles of an invariant call are compared, as their order
-/// must not depend on the call's sequences, nor on which part of a larger call it is.
+/// Sequences of a fixed length, by whose cost the tiles of an invariant call are compared: their
+/// order must not depend on the lengths of the call, nor on which part of a larger call it is.
 Problem long_sequences(const Problem& problem, int64_t batch);
 
-/// Keys in pages or elsewhere, or packed queries alone.
+/// Whether keys lie in a KV cache (pages, batch indices, padding), or only queries are packed.
 bool has_cache(const Problem& problem);
 
-// Keys: what kernel_config.h fixes at compile time. A key calls f(name, value) for each of its
-// fields with the name that device text has; its text and whether keys are equal follow from that.
+// Keys hold what kernel_config.h fixes at compile time. A key calls f(name, value) for each of its
+// fields, with the name in device text; the text of kernel_config.h and the equality of keys follow
+// from that.
 
-/// What a problem fixes of the text of every kernel.
+/// The constants of every attention kernel.
 struct KernelKey {
-  /// As products take them.
+  /// The types that products multiply, and that of out.
   OperandTypes dtypes = OperandTypes::all(DType::kBF16);
-  int head_dim = 0, value_dim = 0;  ///< d, dv rounded up to what a step of a product takes
+  int head_dim = 0, value_dim = 0;  ///< d and dv, rounded up to a step of a product
   bool has_left = false, has_right = false, has_chunk = false, top_left = false;
   bool part = false;  ///< the call is a part of a larger one
   bool tree = false;  ///< a tree mask hides some of the last sq keys
@@ -59,15 +59,15 @@ struct KernelKey {
   bool score_mod_slope = false;              ///< the derivative of score_mod is not 1 everywhere
   std::string expressions{};                 ///< their functions, as text of kernel_config.h
   bool maps_tiles = false;   ///< a map says which tiles a mask hides (cuda/maps/tile_map.h)
-  bool mask_bits = false;    ///< of a bool bias, which is packed to bits first
+  bool mask_bits = false;    ///< the mask is a bool bias, which is packed to bits first
   std::string mask_hulls{};  ///< functions that classify tiles for it
   bool packed = false, seqused_q = false, seqused_k = false;
 
   /// Whether the derivative of a score by the product is not the scale everywhere.
   bool has_score_slope() const { return softcap || score_mod_slope; }
-  /// As `bias`, of one whose tiles lie in shared memory.
+  /// Like `bias`, for a bias whose tiles lie in shared memory: a mask of bits has none.
   int bias_tile() const { return mask_bits ? 0 : bias; }
-  /// Whether scores say which keys are hidden.
+  /// Whether keys may be hidden by their scores (-inf).
   bool scores_hide() const { return bias != 0 || score_mod || mask_mod; }
 
   template <class F>
@@ -101,33 +101,32 @@ struct KernelKey {
 };
 KernelKey kernel_key(const Problem& problem);
 
-/// The dtypes that products take: V of codes comes to those with P as f16, but where the call wants
-/// e4m3 fast (Options::fast_codes), and K to those with a q that has none.
+/// The dtypes of products. Quantized V is multiplied with P as f16, unless the call allows products
+/// of e4m3 (Options::fast_codes); quantized K is multiplied as the dtype of a q that is not.
 OperandTypes multiplied(const Problem& problem);
 
-/// The types of its operands as the kernels name them.
+/// The element types of kernels for the operands of a key.
 kernels::Operands operands_of(const KernelKey& key);
 
-/// Why no kernel computes operands of these dtypes; empty where some may.
+/// Why no kernel computes operands of these dtypes; empty if one may.
 std::string dtypes_rejected(const OperandTypes& dtypes);
 
-/// Why no kernel takes operands of these dtypes: codes that no GPU computes yet; empty where some
-/// may.
+/// Why no kernel computes quantized operands with these formats; empty if one may.
 std::string codes_rejected(const Problem& problem);
 
-/// Why no tensor core multiplies the codes of q and k of a forward pass as they are, which takes
-/// e4m3 with descales that all rows of a sequence and a head share; empty when some do.
+/// Why the tensor cores cannot multiply the codes of q and k of a forward pass as they are: they
+/// take e4m3 with descales that all rows of a sequence and a head share. Empty if they can.
 std::string products_of_codes_rejected(const Problem& problem);
 
-/// What it fixes of those of the forward pass.
+/// The constants of every kernel of the forward pass.
 struct AnyForwardKey : KernelKey {
   bool has_sinks = false, packed_k = false, has_lse = false;
   int page = 0;             ///< keys of a page; 0: there are none
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
   bool batch_idx = false;   ///< cache_batch_idx names the row of the batch of K and V
   bool leftpad = false;     ///< leftpad_k says which key is the first
-  int few_queries =
-      0;  ///< the most queries of sequences that a decode kernel computes, not forward.cu
+  /// Sequences of at most so many queries are computed by a decode kernel, not by forward.cu.
+  int few_queries = 0;
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -144,39 +143,39 @@ struct AnyForwardKey : KernelKey {
 };
 AnyForwardKey any_forward_key(const Problem& problem);
 
-/// The mask as a kernel sees it: the bounds that its plan has, 0 where it has none.
+/// The mask as arguments of a kernel: its bounds, 0 for those that the key has not.
 kernels::Band band_of(const KernelKey& key, const Mask& mask);
-/// With the place of a part in a larger call.
+/// The same with the origin of a part in a larger call.
 kernels::Band band_of(const KernelKey& key, const Problem& problem);
 
-/// Why no kernel computes this part of a larger call; empty where some may, and where it is none.
+/// Why no kernel computes this part of a larger call; empty if one may, or if it is a whole call.
 std::string origin_rejected(const Problem& problem);
 
-/// scale * log2(e), as the kernels compute with it.
+/// scale * log2(e), the factor of scores in exponents of 2.
 float scale_log2(const Problem& problem);
 
-/// Whether scores are more than scaled. A positive scale goes into the exponent, unless rounding
-/// leaves nothing of it: 0 times the -inf of a hidden key is NaN. A bias is added to scores: of
-/// codes, what scales their products is known only when the call runs.
+/// Whether scores are transformed before the softmax by more than a scale. A positive scale is part
+/// of the exponent, unless it rounds to 0: 0 times the -inf of a hidden key is NaN. With quantized
+/// operands a bias needs a transformation, because the scale of products is known only in a run.
 bool transforms(const Problem& problem);
 
-/// What is computed, without addresses.
+/// The arguments that describe a call, without addresses.
 CallParams call_params(const Problem& problem, const kernels::Band& band);
 
-/// A descale of sequences and kv heads, without its address.
+/// The strides of a descale of sequences and kv heads, without its address.
 Descale descale_of(const Scales& at);
 
-/// The pages of its keys, without addresses.
+/// The layout of the pages of keys, without addresses.
 KeyPages key_pages(const Problem& problem);
 
 Sinks sinks_of(const ConstTensor& sinks);
 
-/// A tensor of these strides, without its address.
+/// A tensor with these strides, without its address.
 inline StridedTensor strided(const Layout& layout) {
   return {nullptr, layout.batch, layout.row, layout.head};
 }
 
-/// The tensors that every pass reads besides q, k and v.
+/// Sets the tensors that every pass reads besides q, k and v.
 template <class Args>
 void set_tensors(CallParams& params, const Args& args) {
   params.cu_seqlens_q = static_cast<const int*>(args.lengths.cu_seqlens_q.data);
@@ -189,7 +188,7 @@ void set_tensors(CallParams& params, const Args& args) {
   params.bias.data = args.bias.data;
 }
 
-/// Those that forward passes and scores read besides.
+/// Sets also those that forward passes and scores read.
 template <class Params, class Args>
 void set_forward_tensors(Params& params, const Args& args) {
   set_tensors(params, args);
@@ -201,16 +200,16 @@ void set_forward_tensors(Params& params, const Args& args) {
   params.sinks = sinks_of(args.sinks);
 }
 
-/// The random numbers of a run's dropout, where no tensor says them.
+/// Sets seed and offset of a run's dropout, for calls without rng_state.
 inline void set_random_numbers(CallParams& params, const Run& run) {
   params.dropout_seed = run.dropout_seed;
   params.dropout_offset = run.dropout_offset;
 }
 
-/// Adds the tile of a kernel, and d and dv as it computes them.
+/// Describes the tile of a kernel, and d and dv as it computes them.
 void describe_tile(const TileId& tile, const KernelKey& key, Details& details);
 
-/// Adds to a plan which tensors are copied to rows of multiples of 16 bytes: those with a reason.
+/// Describes which tensors are copied to rows of multiples of 16 bytes: those with a reason.
 struct WhyCopied {
   const char* name;
   const std::string& why;
@@ -224,7 +223,7 @@ struct KernelConfig {
 };
 std::string config_text(const KernelConfig& config);
 
-/// The text of a key: a field that is a number is a constant, one that is text a macro.
+/// The text of kernel_config.h of a key: a field that is text is a macro, others are constants.
 template <class Key>
 std::string kernel_config(const Key& key) {
   KernelConfig config;

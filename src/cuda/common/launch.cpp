@@ -36,8 +36,8 @@ ForwardPaddingParams padding_params(const Problem& p) {
 
 void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
                     int sms) {
-  constexpr int kThreads = 256, kBlocks = 8, kMaxSequences = 65535;  // blocks an SM
-  // After the last packed sequence there are few rows, after used ones as many as in them.
+  constexpr int kThreads = 256, kBlocks = 8, kMaxSequences = 65535;  // kBlocks: CTAs per SM
+  // Few rows follow the last packed sequence, but many may follow the used rows of each sequence.
   Grid grid{sms, 1};
   if (params.seqused_q != nullptr) {
     grid.y = std::clamp(params.batch, 1, kMaxSequences);

@@ -8,22 +8,22 @@
 
 namespace fulgur::cuda {
 
-// What executables of all families do to start their kernels.
+// How executables of all families launch kernels.
 
 /// CTAs of a launch.
 struct Grid {
   int x = 1, y = 1;
 };
 
-/// When a kernel may start: after all that comes before it on the stream, or while the kernel
-/// before it runs, which is for kernels that wait for it (kernels/device/dependent_launch.cuh).
+/// When a kernel may start: after all earlier work of the stream, or while the previous kernel runs
+/// (programmatic dependent launch), for which it then waits (kernels/device/dependent_launch.cuh).
 enum class Start { kAfterAll, kEarly };
 
-/// Puts a kernel whose one argument is `params` on the stream. `what`: of the error.
+/// Launches a kernel whose only argument is `params`. `what`: names the launch in errors.
 void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, int threads,
             int shared_bytes, const char* what, Start start = Start::kAfterAll);
 
-/// Writes the rows of outputs that belong to no sequence.
+/// The kernel that writes the rows of outputs that belong to no sequence.
 KernelUse padding_kernel();
 /// Its arguments, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);

@@ -14,10 +14,10 @@ template <class Plan>
 struct Fitting {
   Plan plan;
   double cycles = 0;         ///< predicted
-  std::string tuned_only{};  ///< as a candidate's
+  std::string tuned_only{};  ///< Candidate::tuned_only
 };
 
-/// A candidate that is a `Plan` whose kernels `kKernels` lists and `Launcher` launches.
+/// A candidate that consists of a `Plan`; `kKernels` lists its kernels, `Launcher` launches them.
 template <class Plan_, class Launcher, std::vector<KernelUse> (*kKernels)(const Plan_&)>
 class PlannedCandidate final : public Candidate {
  public:
@@ -74,7 +74,7 @@ class PlannedFamily final : public Family {
   using IsFor = bool(const Problem&);
   using Rejects = std::string(const Problem&);
   using Plans = Fittings(const Problem&, const Card&, std::vector<std::string>*);
-  /// Plans, each with a problem that it computes.
+  /// Returns plans, each with a problem that it computes.
   using Reachable = std::vector<std::pair<Problem, typename Planned::Plan>>(const Problem&,
                                                                             const Card&);
 

@@ -18,7 +18,7 @@ namespace {
 
 static_assert(static_cast<int>(ScoreStage::kProbabilities) == ::kProbabilities);
 
-constexpr int64_t kMaxScoredDim = 8192;  // of a row of Q in shared memory
+constexpr int64_t kMaxScoredDim = 8192;  // a row of Q must fit shared memory
 constexpr int64_t kMaxCtas = 1 << 20;
 
 struct ScoresPlan : AnyForwardKey {
@@ -39,12 +39,12 @@ Explanation describe(const ScoresPlan& plan) {
   return e;
 }
 
-/// Whether chosen rows lie in the host's memory, so that launches list them.
+/// Whether the chosen rows lie in host memory, so that the arguments of launches list them.
 bool is_listed(const ConstTensor& rows) {
   return rows.given() && rows.device.type == DeviceType::kCpu;
 }
 
-/// The problem without the chosen rows, which are no numbers that a kernel uploads.
+/// The problem without the chosen rows, which are not uploaded as host metadata.
 Problem without_rows(Problem p) {
   p.on_host.set(Arg::kRows, false);
   return p;

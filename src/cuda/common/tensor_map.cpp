@@ -7,7 +7,7 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr unsigned long long kUnusedStride = 512;  // of an extent of 1
+constexpr unsigned long long kUnusedStride = 512;  // of dimensions of size 1
 
 auto type_of(DType dtype) {
   switch (dtype) {
@@ -52,7 +52,7 @@ void encode(const TensorShape& shape, TensorMapBlob* map, Promotion promotion) {
   const auto columns = static_cast<unsigned>(shape.box_bytes / size_of(shape.dtype));
   const std::array<unsigned, 4> box{columns, static_cast<unsigned>(shape.box_rows), 1, 1};
   const std::array<unsigned, 4> every{1, 1, 1, 1};
-  auto* const nowhere = reinterpret_cast<void*>(kCopyAlignment);  // the driver refuses null
+  auto* const nowhere = reinterpret_cast<void*>(kCopyAlignment);  // the driver rejects null
   check(driver().cuTensorMapEncodeTiled(
             map, type_of(shape.dtype), 4, nowhere, dims.data(), byte_strides.data(), box.data(),
             every.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle_of(shape),

@@ -5,17 +5,16 @@
 
 namespace fulgur::cuda {
 
-/// What L2 reads of memory at once, of what it lacks: rows of few columns between those of other
-/// heads come faster without their neighbours, where memory binds (docs/kernels/decode.md).
+/// How many bytes L2 fetches from memory on a miss. In memory-bound kernels short rows that lie
+/// between rows of other heads load faster without their neighbours (docs/kernels/decode.md).
 enum class Promotion { k128Bytes, k256Bytes };
 
-/// Encodes the map of a tensor whose address place() says, in the context of its device.
+/// Encodes the tensor map of a tensor, whose address place() sets. The device's context is current.
 void encode(const TensorShape& shape, TensorMapBlob* map,
             Promotion promotion = Promotion::k256Bytes);
 
-/// Says where the tensor of a map lies: at a multiple of kCopyAlignment. It takes a fifth of the
-/// time of encode(), and is what a run does. The map of an empty tensor shows nothing, around any
-/// address of the device.
+/// Sets the address of the tensor of a map, a multiple of kCopyAlignment. Each run does so, as it
+/// takes a fifth of the time of encode(). An empty tensor may have any address of the device.
 void place(const TensorShape& shape, void* data, TensorMapBlob* map);
 
 }  // namespace fulgur::cuda

@@ -9,7 +9,7 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int64_t kMaxStrideBytes = int64_t{1} << 40;
-constexpr int64_t kMaxExtent = int64_t{1} << 31;  // the kernel's row numbers are ints
+constexpr int64_t kMaxExtent = int64_t{1} << 31;  // kernels count rows with ints
 
 int64_t round_up(int64_t a, int64_t multiple) { return (a + multiple - 1) / multiple * multiple; }
 
@@ -26,7 +26,7 @@ TensorShape of_k(const Problem& p, DType dtype, int64_t dim, const Layout& strid
           strides, box_rows};
 }
 
-/// The bias in boxes of the rows of a tile, where each has one of its own.
+/// The bias, in boxes of box_rows rows if each query has a row of it.
 TensorShape of_bias(const Problem& p, int box_rows) {
   const Problem::Bias& b = p.bias;
   if (!p.has(Arg::kBias)) return {};
@@ -94,7 +94,7 @@ std::string rows_unsupported(const TensorShape& shape) {
 std::string not_addressable(const TensorShape& shape) {
   if (shape.empty()) return {};
   for (const Dimension& d : outer_dimensions(shape)) {
-    if (d.extent == 1) continue;  // its stride is never used
+    if (d.extent == 1) continue;  // the stride of a dimension of size 1 is never used
     const int64_t bytes = d.stride * size_of(shape.dtype);
     if (d.stride <= 0 || bytes % kCopyAlignment != 0 || bytes >= kMaxStrideBytes) {
       return fmt::format("a stride of {} elements between {} is no positive multiple of 16 bytes",
@@ -126,7 +126,7 @@ void* aligned_data(const char* name, const ConstTensor& t, bool empty) {
     fail(name, "data {} is not aligned to {} bytes, as that of the tensor was that was planned for",
          t.data, kCopyAlignment);
   }
-  return const_cast<void*>(t.data);  // a map does not say what it is for
+  return const_cast<void*>(t.data);  // tensor maps have no const
 }
 
 ForwardCopyParams copy_params(const TensorShape& from, const TensorShape& to) {

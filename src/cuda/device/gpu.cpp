@@ -29,9 +29,10 @@ int gpu_count() {
 }
 
 Gpu& Gpu::at(int index) {
-  driver();  // throws in a child of fork(), which may wait forever for the mutexes of a Gpu
+  driver();  // throws in a child of fork(), where mutexes of a Gpu may be locked forever
   static std::mutex mutex;
-  static auto& gpus = *new std::map<int, std::unique_ptr<Gpu>>;  // outlives every plan
+  static auto& gpus =
+      *new std::map<int, std::unique_ptr<Gpu>>;  // never destroyed, as plans may outlive statics
   const std::scoped_lock lock(mutex);
   std::unique_ptr<Gpu>& gpu = gpus[index];
   if (gpu == nullptr) {
@@ -62,7 +63,7 @@ Gpu::Gpu(int index) {
   shared_bytes_ = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN);
   l2_bytes_ = attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
   megahertz_ = 1e-3 * attribute(CU_DEVICE_ATTRIBUTE_CLOCK_RATE);
-  constexpr double kTransfers = 2;  // a clock: both edges
+  constexpr double kTransfers = 2;  // per clock: on both edges
   bytes_per_microsecond_ = kTransfers * 1e-3 * attribute(CU_DEVICE_ATTRIBUTE_MEMORY_CLOCK_RATE) *
                            attribute(CU_DEVICE_ATTRIBUTE_GLOBAL_MEMORY_BUS_WIDTH) / 8;
 }
@@ -83,7 +84,7 @@ const Target& Gpu::target() {
 }
 
 CUcontext Gpu::context() {
-  driver();  // throws in a child of fork(), as at() does
+  driver();  // throws in a child of fork()
   std::call_once(context_made_, [&] {
     check(driver().cuDevicePrimaryCtxRetain(&context_, device_), "cuDevicePrimaryCtxRetain");
   });

@@ -25,50 +25,49 @@ class CurrentContext {
   bool pushed_ = false;
 };
 
-/// A device and what the process keeps on it: loaded kernels and workspaces, in the primary
-/// context, which it shares with the CUDA runtime and every framework. Lives to the end of the
-/// process.
+/// A device, with the kernels and workspaces of this process on it. They belong to the primary
+/// context, which the CUDA runtime and frameworks use, too. Lives to the end of the process.
 class Gpu {
  public:
-  /// Device `index`. Throws Error(kUnavailable) when there is no such device or no driver.
+  /// Device `index`. Throws Error(kUnavailable) if there is no such device or no driver.
   static Gpu& at(int index);
 
   const std::string& name() const { return name_; }
-  /// Compute capability: 90 is 9.0.
+  /// The compute capability: 90 is 9.0.
   int capability() const { return capability_; }
-  /// What kernels are compiled for: what FULGUR_CUDA_TARGET forces, or the best that the compiler
-  /// has for the device. Found once. Throws Error: kUnavailable without NVRTC or code that the
-  /// device runs; kInvalidArgument for a wrong FULGUR_CUDA_TARGET.
+  /// The target of its kernels: that of FULGUR_CUDA_TARGET, or the best one of the compiler for the
+  /// device. Determined once. Throws Error: kUnavailable without NVRTC, or if it has no target that
+  /// the device runs; kInvalidArgument for a wrong FULGUR_CUDA_TARGET.
   const Target& target();
   int sms() const { return sms_; }
-  int shared_bytes() const { return shared_bytes_; }  ///< at most, of a block
-  // Of these the driver may know nothing: 0.
+  int shared_bytes() const { return shared_bytes_; }  ///< maximum of a CTA
+  // 0 if the driver does not know them.
   int l2_bytes() const { return l2_bytes_; }
   double megahertz() const { return megahertz_; }
   double bytes_per_microsecond() const { return bytes_per_microsecond_; }  ///< of memory
   /// The primary context, made on first use: it takes time and device memory.
   CUcontext context();
 
-  /// A kernel on this device.
+  /// A loaded kernel.
   struct Kernel {
     CUfunction function = nullptr;
-    std::string defect;  ///< what makes it slower than its text looks; empty when nothing does
+    std::string defect;  ///< defect_of() its compilation
   };
-  /// The kernel of a request, compiled or found in the cache at first.
+  /// A kernel. The first call loads it from the cache, or compiles it.
   const Kernel& kernel(const KernelUse& use);
-  /// Those of several, which are compiled at once: a compiler takes a second for each.
+  /// Loads several kernels, which are compiled in parallel, as each takes about a second.
   void load(std::span<const KernelUse> uses);
 
-  /// Room for one of the kernels of calls without a plan, null at first.
+  /// The loaded kernel `number` of calls without a plan; null before it is loaded.
   std::atomic<CUfunction>& call_function(int number) { return call_functions_.at(number); }
 
-  /// Workspaces for launches, in the context.
+  /// Workspaces for launches, allocated in the context.
   LaunchMemory& launch_memory() { return launch_memory_; }
 
  private:
   explicit Gpu(int index);
 
-  /// Compiled once; others wait for it without holding up other kernels.
+  /// A kernel that is loaded once. Threads that need it wait, without blocking other kernels.
   struct Slot {
     std::mutex making;
     Kernel kernel;
@@ -88,7 +87,7 @@ class Gpu {
   LaunchMemory launch_memory_;
 };
 
-/// Devices of this machine. Throws Error(kUnavailable) without a driver.
+/// The number of devices of this machine. Throws Error(kUnavailable) without a driver.
 int gpu_count();
 
 }  // namespace fulgur::cuda

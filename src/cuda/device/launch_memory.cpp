@@ -10,7 +10,7 @@ namespace {
 
 struct Capture {
   bool active = false;
-  unsigned long long id = 0;  ///< that no other capture has or will have; 0 where none is active
+  unsigned long long id = 0;  ///< unique among all captures of the process; 0 without an active one
   CUgraph graph = nullptr;
 };
 
@@ -24,20 +24,20 @@ Capture capture_of(CUstream stream) {
   return capture.active ? capture : Capture{};
 }
 
-/// Of this thread's default stream: those of all threads go by one handle.
+/// An id of this thread's default stream. The default streams of all threads have the same handle.
 unsigned long long id_of_thread() {
   static std::atomic<unsigned long long> threads = 0;
   thread_local const unsigned long long kThread = ++threads;
   return ~kThread;
 }
 
-/// A number of the stream that no other stream has now: a capture may not bear to be asked for
-/// more.
+/// A number of a stream that no other current stream has. During a capture, asking the driver for
+/// the id could end it.
 unsigned long long handle_of(CUstream stream) {
   return stream == CU_STREAM_PER_THREAD ? id_of_thread() : reinterpret_cast<uintptr_t>(stream);
 }
 
-/// A number of the stream that no other stream has or will have.
+/// A number of a stream that no other stream ever has.
 unsigned long long id_of(CUstream stream) {
   if (stream == CU_STREAM_PER_THREAD) return id_of_thread();
   unsigned long long id = 0;
@@ -55,14 +55,14 @@ OutsideCapture::~OutsideCapture() { driver().cuThreadExchangeStreamCaptureMode(&
 
 bool is_capturing(CUstream stream) { return capture_of(stream).active; }
 
-/// A block that a graph holds.
+/// A block that belongs to a graph.
 struct LaunchMemory::Held {
   std::shared_ptr<Returned> returned;
   Block block;
 
-  /// Called when the graph and its copies are gone and none of them runs. The driver may not be
-  /// called here.
-  static void give_back(void* held) {
+  /// Called when the graph and its copies are destroyed and none of them runs. Must not call the
+  /// driver.
+  static void release(void* held) {
     const std::unique_ptr<Held> self(static_cast<Held*>(held));
     const std::scoped_lock lock(self->returned->mutex);
     self->returned->blocks.push_back(self->block);
@@ -97,7 +97,7 @@ LaunchMemory::Block LaunchMemory::for_graph(CUgraph graph, int64_t bytes) {
   if (block.data == 0) block = allocate(bytes);
   auto held = std::make_unique<Held>(Held{returned_, block});
   CUuserObject object = nullptr;
-  check(driver().cuUserObjectCreate(&object, held.get(), Held::give_back, 1,
+  check(driver().cuUserObjectCreate(&object, held.get(), Held::release, 1,
                                     CU_USER_OBJECT_NO_DESTRUCTOR_SYNC),
         "cuUserObjectCreate");
   held.release();
@@ -117,11 +117,11 @@ LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
   Lease lease{nullptr, std::unique_lock(shared->turn)};
   if (shared->capture != capture.id) {
     shared->capture = capture.id;
-    shared->block = {};  // the graph before has it
+    shared->block = {};  // it belongs to the previous graph
   }
   if (shared->block.bytes < bytes || shared->block.data == 0) {
-    // The block before may still be in use; it is freed with its graph or never, and all of them
-    // are together no larger than this one.
+    // The old block may still be in use: it is freed with its graph, or never. Sizes at least
+    // double, so that all old blocks together are no larger than the new one.
     const int64_t larger = std::max(bytes, 2 * shared->block.bytes);
     const std::scoped_lock lock(mutex_);
     shared->block = capture.active ? for_graph(capture.graph, larger) : allocate(larger);
@@ -132,7 +132,9 @@ LaunchMemory::Lease LaunchMemory::take(CUstream stream, int64_t bytes) {
 
 LaunchMemory::Lease LaunchMemory::of(const Run& run, const WorkspaceNeed& need) {
   if (run.workspace.data != nullptr) return {static_cast<char*>(run.workspace.data)};
-  const int64_t kept = need.zeroed_bytes > 0 ? 0 : kZeroed;  // by those that need it zero
+  const int64_t kept = need.zeroed_bytes > 0
+                           ? 0
+                           : kZeroed;  // the zeroed beginning is reserved for launches that need it
   Lease lease = take(static_cast<CUstream>(run.stream), kept + need.bytes);
   lease.data += kept;
   return lease;

@@ -11,8 +11,8 @@
 
 namespace fulgur::cuda {
 
-/// Lets this thread allocate and load while a stream of the process is being captured, which the
-/// driver otherwise answers by ending the capture. What is done under it touches no capture.
+/// Allows this thread to allocate memory and to load kernels while any stream of the process is
+/// being captured; without it the driver would end the capture.
 class OutsideCapture {
  public:
   OutsideCapture();
@@ -24,26 +24,26 @@ class OutsideCapture {
   CUstreamCaptureMode mode_;
 };
 
-/// Whether what is put on the stream now becomes part of a graph.
+/// Whether a stream is being captured to a graph.
 bool is_capturing(CUstream stream);
 
-/// Workspaces for launches whose caller brought none, in the current context of one device. The
-/// launches on a stream follow each other, so that they share one; those that are captured on it
-/// share another one, which lives and dies with their graph and the graph's executable copies.
+/// Workspaces for launches whose caller passed none, in the current context of one device. Launches
+/// of a stream run one after the other, so they use the same workspace. Launches that are captured
+/// on a stream use another one, which is freed with their graph and the graph's executable copies.
 class LaunchMemory {
  public:
-  /// Of a workspace, zero when it is handed out first; every launch leaves them zero.
+  /// Bytes at the beginning of a workspace that are zero at first. Every launch leaves them zero.
   static constexpr int64_t kZeroed = 8192;
 
-  /// A workspace, and the right to launch with it: other threads wait until this is gone.
+  /// A locked workspace: other threads wait for it until the lease is destroyed.
   struct Lease {
     char* data = nullptr;
     std::unique_lock<std::mutex> turn{};
   };
 
-  /// At least `bytes` for launches put on the stream while the lease lasts.
+  /// At least `bytes` for launches on the stream during the lease.
   Lease take(CUstream stream, int64_t bytes);
-  /// The workspace that a run brought, or else memory for its launches as `need` says.
+  /// The workspace that a run has, or else one of the size that `need` requires.
   Lease of(const Run& run, const WorkspaceNeed& need);
 
  private:
@@ -51,13 +51,13 @@ class LaunchMemory {
     CUdeviceptr data = 0;
     int64_t bytes = 0;
   };
-  /// Of launches that follow each other: on a stream, or in a graph that is captured on it.
+  /// The workspace of launches on a stream, or in a graph that is captured on it.
   struct Shared {
     std::mutex turn;
     Block block;
-    unsigned long long capture = 0;  ///< which graph has the block; 0: none
+    unsigned long long capture = 0;  ///< the capture that the block belongs to; 0: none
   };
-  /// Blocks that no graph holds any more. Graphs may outlive everything else.
+  /// Blocks of destroyed graphs. Shared with graphs, which may outlive everything else.
   struct Returned {
     std::mutex mutex;
     std::vector<Block> blocks;

@@ -39,7 +39,7 @@ void copy(void* to, const void* from, int64_t bytes, int device) {
   if (from == nullptr) fail("from", "got null, want {} bytes", bytes);
   const CurrentContext current(Gpu::at(device).context());
   check(driver().cuMemcpy(address(to), address(from), size), "cuMemcpy");
-  // It returns when host memory may be used again; the last bytes may still be on their way.
+  // cuMemcpyHtoD returns when host memory may be reused, before the copy is complete.
   check(driver().cuStreamSynchronize(nullptr), "cuStreamSynchronize");
 }
 

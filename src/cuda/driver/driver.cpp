@@ -13,7 +13,8 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Whether the process forked from one in which CUDA had started: it does not work in a child.
+/// Whether this process is a child of fork() in which CUDA does not work, as the parent had started
+/// it.
 std::atomic<bool> forked = false;
 
 struct Loaded {
@@ -24,7 +25,7 @@ struct Loaded {
       "new process (in Python, the start method \"spawn\")";
 
   Loaded() {
-    // The loader's path, then where containers mount the driver without telling the loader.
+    // The loader's path, then folders in which containers mount the driver, unknown to the loader.
     const std::array<std::filesystem::path, 4> places = {
         "", "/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/wsl/lib"};
     const std::array<const char*, 1> names = {"libcuda.so.1"};

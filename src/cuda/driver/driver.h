@@ -3,8 +3,8 @@
 #include <cstddef>
 #include <string>
 
-// The part of the CUDA driver API that the engine uses, declared here: no CUDA header is needed to
-// build, and no driver to start. Names and values are those of the driver API's reference.
+// Declarations of the CUDA driver API that the engine uses, so that neither CUDA headers are needed
+// to build it nor a driver to start it. Names and values are those of the driver API's reference.
 namespace fulgur::cuda {
 
 using CUresult = int;
@@ -99,7 +99,7 @@ enum CUtensorMapL2promotion : int {
 };
 enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 
-// F(name, symbol, arguments): every function, once.
+// F(name, symbol, arguments) for every function.
 #define FULGUR_DRIVER_FUNCTIONS(F)                                                                \
   F(cuInit, "cuInit", (unsigned flags))                                                           \
   F(cuDriverGetVersion, "cuDriverGetVersion", (int* version))                                     \
@@ -175,10 +175,10 @@ enum CUtensorMapFloatOOBfill : int { CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE = 0 };
 /// The handle of the calling thread's default stream.
 inline const CUstream CU_STREAM_PER_THREAD = reinterpret_cast<CUstream>(2);
 
-/// 12.0, as the driver counts: the first CUDA with tensor maps and cuStreamGetId.
+/// 12.0, the first CUDA with tensor maps and cuStreamGetId.
 inline constexpr int kMinVersion = 12000;
 
-/// 12.3: the first whose graphs know that a kernel may start while the one before it runs.
+/// 12.3, the first CUDA whose graphs support programmatic dependent launch.
 inline constexpr int kVersionOfEarlyStarts = 12030;
 
 /// The driver's functions.
@@ -186,19 +186,20 @@ struct Driver {
 #define FULGUR_MEMBER(name, symbol, arguments) CUresult(*name) arguments = nullptr;
   FULGUR_DRIVER_FUNCTIONS(FULGUR_MEMBER)
 #undef FULGUR_MEMBER
-  int version = 0;  ///< the newest CUDA it supports: 12040 is 12.4
+  int version = 0;  ///< of the newest CUDA that it supports: 12040 is 12.4
 };
 
-/// Why there is no driver to use; empty when there is. Loads it, once.
+/// Why there is no usable driver; empty if there is one. Loads it once.
 const std::string& driver_unavailable();
 
-/// The initialized driver. Throws Error(kUnavailable) when there is none.
+/// The initialized driver. Throws Error(kUnavailable) if there is none.
 const Driver& driver();
 
-/// Throws Error for a failed call of the driver: kOutOfMemory, or kInternal naming `what`.
+/// Throws Error for a failed call of the driver: kOutOfMemory, or kInternal, whose message names
+/// `what`.
 void check(CUresult result, const char* what);
 
-/// "12.4" of 12040.
+/// The text of a version: "12.4" for 12040.
 std::string version_text(int version);
 
 }  // namespace fulgur::cuda

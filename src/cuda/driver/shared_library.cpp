@@ -14,8 +14,8 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// Entries of `folder` whose names start with `prefix`, the last in the alphabet first: the newest
-/// version. None when there is no such folder.
+/// Entries of `folder` whose names start with `prefix`, in descending order, so that the newest
+/// version is first. None if there is no such folder.
 std::vector<fs::path> entries(const fs::path& folder, const std::string& prefix) {
   std::vector<fs::path> found;
   std::error_code none;
@@ -33,16 +33,16 @@ bool holds_packages(const fs::path& folder) {
 class Places {
  public:
   void add_loaders_path() { places_.emplace_back(); }
-  /// A toolkit's root.
+  /// Adds the library folders of a toolkit's root.
   void add_toolkit(const fs::path& root) {
     for (const char* below : {"lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"})
       add(root / below);
   }
-  /// A folder of Python packages.
+  /// Adds the library folders of nvidia packages in a folder of Python packages.
   void add_packages(const fs::path& packages) {
     for (const fs::path& package : entries(packages / "nvidia", "")) add(package / "lib");
   }
-  /// The root of a Python installation or environment.
+  /// Adds those of a Python installation or environment.
   void add_python(const fs::path& root) {
     for (const fs::path& version : entries(root / "lib", "python3")) {
       add_packages(version / "site-packages");
@@ -67,7 +67,7 @@ fs::path path_of(void* handle) {
   return dlinfo(handle, RTLD_DI_LINKMAP, &map) == 0 ? fs::path(map->l_name) : fs::path();
 }
 
-/// Why the loader opens no `name` on its path; empty when there is none.
+/// The loader's error for a library on its path; empty if there is no such library.
 std::string loader_error(const std::string& name) {
   const std::string error = dlerror();
   return error.starts_with(name + ": cannot open shared object file: No such file") ? "" : error;
@@ -112,7 +112,7 @@ SharedLibrary open_library(std::span<const char* const> names, std::span<const f
         dlclose(library.handle);
         library.handle = nullptr;
       }
-      // Names may be links to one file: its reason is said once.
+      // Several names may be links to the same file, whose reason is added once.
       if (!why.empty() && library.searched.find(why) == std::string::npos) {
         library.searched += fmt::format(" ({})", why);
       }
@@ -153,7 +153,7 @@ std::vector<fs::path> toolkit_places(const fs::path& own) {
   std::istringstream path(trusted_environment("PATH"));
   for (std::string folder; std::getline(path, folder, ':');) {
     const fs::path python = fs::path(folder) / "python3";
-    if (!python.is_absolute()) continue;  // an empty entry means where the process stands
+    if (!python.is_absolute()) continue;  // an empty entry of PATH is the current folder
     std::error_code none;
     const fs::path real = fs::canonical(python, none);
     if (none) continue;

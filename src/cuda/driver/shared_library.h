@@ -8,39 +8,39 @@
 
 namespace fulgur::cuda {
 
-/// A library opened at run time. It stays open for the life of the process: CUDA's libraries have
-/// threads of their own.
+/// A library that is opened at run time. It is never closed, because CUDA's libraries have threads
+/// of their own.
 struct SharedLibrary {
   void* handle = nullptr;
   std::filesystem::path path;  ///< where it was found
-  std::string searched;        ///< names and places tried, and what was wrong there, for an error
+  std::string searched;        ///< for an error: names and places that were tried, and the reasons
 
   explicit operator bool() const { return handle != nullptr; }
-  /// The address of a symbol, null when the library lacks it.
+  /// The address of a symbol; null if the library lacks it.
   void* symbol(const char* name) const;
 };
 
-/// Why an open library cannot be used; empty when it can.
+/// Why an open library cannot be used; empty if it can.
 using Refusal = std::function<std::string(const SharedLibrary&)>;
 
-/// The first library that opens and is not refused: of the first of `places` that has one, by the
-/// first of `names`. A place is a folder or, empty, the loader's path. In folders, files that other
-/// users may have written are passed over.
+/// The first library that opens and is not refused. `places` are tried in order, and in each of
+/// them `names` in order. A place is a folder or, if empty, the loader's path. Files in folders
+/// that other users may have written are skipped.
 SharedLibrary open_library(std::span<const char* const> names,
                            std::span<const std::filesystem::path> places,
                            const Refusal& refused = {});
 
-/// Opens a file that only this user and root may have written, or lead to. Null, and why, else.
+/// Opens a library that no users but this one and root can have changed. Returns null, and sets
+/// `why`, if others can, or if it does not open.
 void* open_trusted(const std::filesystem::path& file, int flags, std::string& why);
 
-/// Where the code of this library lies: an absolute path, or empty.
+/// The absolute path of this library; empty if it is unknown.
 std::filesystem::path own_path();
 
-/// Where a toolkit keeps its libraries, existing folders in the order in which they are to be
-/// asked: what the user names, CUDA_HOME and CUDA_PATH; what was installed with this library, the
-/// nvidia packages of the site-packages folder that holds it, `own`; what the system has, the
-/// loader's path and /usr/local/cuda*; at last the nvidia packages of other Python environments:
-/// VIRTUAL_ENV, around each python3 in PATH, of the system, of the user.
+/// The existing folders of CUDA libraries, in the order in which they are tried: those that the
+/// user names (CUDA_HOME, CUDA_PATH); the nvidia packages of the site-packages folder that contains
+/// this library (`own`); the loader's path and /usr/local/cuda*; then the nvidia packages of other
+/// Python environments: VIRTUAL_ENV, that of each python3 in PATH, the system's and the user's.
 std::vector<std::filesystem::path> toolkit_places(const std::filesystem::path& own = own_path());
 
 }  // namespace fulgur::cuda

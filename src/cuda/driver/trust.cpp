@@ -15,8 +15,8 @@ namespace fs = std::filesystem;
 
 namespace {
 
-/// Whether a group is this user's alone: Debian, Ubuntu and Fedora give each user a group of the
-/// same number, and let it write what the user makes (umask 002).
+/// Whether only this user is in a group: Debian, Ubuntu and Fedora give each user a group of the
+/// same number, which may write the user's files (umask 002).
 bool is_private(gid_t group) {
   if (group != geteuid() || group == 0) return false;
   std::array<char, 4096> text;
@@ -53,7 +53,7 @@ std::string distrusted(const fs::path& path) {
   for (fs::path at = path;; at = at.parent_path()) {
     struct stat info;
     if (stat(at.c_str(), &info) != 0) return errno_text("examine", at);
-    // In a sticky folder, /tmp, others can add, but not replace what is not theirs.
+    // In a sticky folder such as /tmp others can add files, but not replace those of other users.
     const bool keeps = at != path && (info.st_mode & S_ISVTX) != 0;
     if (keeps) info.st_mode &= ~static_cast<mode_t>(S_IWGRP | S_IWOTH);
     if (std::string why = distrusted(info, at); !why.empty()) return why;

@@ -15,14 +15,14 @@
 namespace fulgur::cuda {
 namespace {
 
-/// `rows`: the dtype of new rows.
+/// The kernel that appends new rows of dtype `rows` to `caches`.
 CallKernel kernel_of(DType rows, const OperandTypes& caches) {
   return append_kernel(rows, is_low_bit(caches.k) || is_low_bit(caches.v));
 }
 
 CallKernel kernel_of(const AppendCall& call) { return kernel_of(call.rows, call.p.dtypes); }
 
-/// Rows that CTAs take one by one.
+/// Tokens and queries, each of which a CTA computes.
 int64_t rows_of(const AppendParams& p) { return int64_t{p.tokens.count} + p.queries.count; }
 
 void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const AppendParams& params) {
@@ -31,7 +31,7 @@ void launch_append(const AppendCall& call, Gpu& gpu, CUstream stream, const Appe
          std::max(2 * params.k.heads, params.q.heads), params.lanes_log2);
 }
 
-/// Throws Error(kUnsupported).
+/// Throws Error(kUnsupported) for caches of f64.
 void refuse(const AppendCall& call) { refuse_f64("k_cache", call.args.rows.k_cache, "append"); }
 
 class CudaAppendStep final : public AppendStep {
@@ -77,7 +77,7 @@ void append(const AppendCall& call, const Run& run) {
   const CurrentContext current(gpu.context());
   const auto stream = static_cast<CUstream>(run.stream);
   loaded(kernel_of(call), gpu,
-         stream);  // before anything is launched, as it may throw
+         stream);  // before any launch, as it may throw
   const HostMetadata numbers(call, gpu, stream);
   LaunchMemory::Lease lease;
   if (numbers.bytes() > 0) {

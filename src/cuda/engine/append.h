@@ -7,14 +7,14 @@
 
 namespace fulgur::cuda {
 
-/// Launches the kernel that writes the rows. Throws Error: kUnsupported for what it does not take,
-/// kUnavailable without the device.
+/// Launches the kernel that appends the rows. Throws Error: kUnsupported for calls that it does not
+/// compute, kUnavailable without the device.
 void append(const AppendCall& call, const Run& run);
 
-/// Loads that kernel. Throws Error likewise.
+/// Loads the kernel of append(). Throws the same errors.
 void prepare(const AppendCall& call);
 
-/// As part of a call that attends what it appends. Loads the kernels.
+/// append() as a step of a call that attends what it appends. Loads the kernels.
 std::unique_ptr<const AppendStep> append_step(const Problem& problem);
 
 }  // namespace fulgur::cuda

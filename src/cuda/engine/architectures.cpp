@@ -24,8 +24,8 @@ const Architecture& architecture_of(const Target& target) {
       &sm90::backward_family(),
       &portable::backward_family_of_expressions(),
       &scores_family()};
-  // What was measured on an H200 stands for every H100, H200 and GH200. An SM of the H100 PCIe is
-  // taken to read as fast.
+  // The rates of every H100, H200 and GH200 are those measured on an H200. For the H100 PCIe the
+  // memory bandwidth per SM is assumed to be the same.
   static constexpr Card kH200{};
   static constexpr std::array<Card, 2> kHopperCards = {
       Card{.name = "H100 PCIe",

@@ -20,20 +20,20 @@
 namespace fulgur::cuda {
 namespace {
 
-constexpr double kExponentials = 16;  // of an SM, a cycle
+constexpr double kExponentials = 16;  // per SM and cycle
 
 [[noreturn]] void not_here(const Card& card) {
   throw Error(Status::kUnsupported,
               fmt::format("this plan says what to expect of one {}, and runs nowhere", card.name));
 }
 
-/// The card as the cost models of its kernels know it.
+/// The card with the rates that the cost models of its kernels were fitted to.
 Card as_planned(const Card& card, const Architecture& architecture) {
   if (!features_of(card.target).has_wgmma) return card;
   return card_of(architecture, card.sms, card.shared_bytes);
 }
 
-/// A plan without what its kernel expects of the device that it was measured on.
+/// The details of a plan without the times that were measured on another device.
 Details without_estimate(const Details& plan) {
   Details rest;
   for (const auto& [name, value] : plan.entries()) {
@@ -66,24 +66,26 @@ class CardExecutable final : public Executable {
     for (const Sequence& s : lengths) scores += visible_scores(problem_.mask, s);
     scores *= static_cast<double>(problem_.hq * (problem_.alike() ? problem_.batch : 1));
     const double flops = scores * flops_per_score(problem_);
-    const double peak = card_.sms * card_.megahertz * tensor_rate(card_);  // a microsecond
+    const double peak = card_.sms * card_.megahertz * tensor_rate(card_);  // FLOP per microsecond
     const double read = card_.bytes_per_cycle * card_.megahertz;
     const std::array<std::pair<const char*, double>, 3> limits = {
         {{"products", flops / peak},
          {"exponentials", scores / (card_.sms * card_.megahertz * kExponentials)},
          {"memory", bytes(problem_) / read}}};
-    const auto least = std::ranges::max_element(limits, {}, [](const auto& l) { return l.second; });
+    const auto longest =
+        std::ranges::max_element(limits, {}, [](const auto& l) { return l.second; });
     const double modelled = planned_.launch_microseconds + best_->cycles / planned_.megahertz;
     Estimate e;
-    e.microseconds = std::max(modelled, least->second);
-    e.bound = least == &limits[2] ? "memory" : "products";  // whose exponentials are among them
-    e.at_least = modelled < least->second;
+    e.microseconds = std::max(modelled, longest->second);
+    e.bound =
+        longest == &limits[2] ? "memory" : "products";  // exponentials count as part of products
+    e.at_least = modelled < longest->second;
     e.sentence = fmt::format(
         "{} {:.4g} us on one {} ({} SMs at {:.0f} MHz), {:.4g} TFLOP/s: {:.0f}% of the peak of {}, "
         "which binds; at peaks products take {:.4g} us ({:.4g} TFLOP/s), exponentials {:.4g} us, "
         "memory {:.4g} us ({:.0f} GB/s; L2 {} MB)",
         e.at_least ? "at least" : "about", e.microseconds, card_.name, card_.sms, card_.megahertz,
-        1e-6 * flops / e.microseconds, 1e2 * least->second / e.microseconds, least->first,
+        1e-6 * flops / e.microseconds, 1e2 * longest->second / e.microseconds, longest->first,
         limits[0].second, 1e-6 * peak, limits[1].second, limits[2].second, 1e-3 * read,
         card_.l2_bytes >> 20);
     return e;

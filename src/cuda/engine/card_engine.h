@@ -5,8 +5,8 @@
 
 namespace fulgur::cuda {
 
-/// An engine that plans calls for a card which need not be here, and expects how long they take. It
-/// needs neither a driver nor NVRTC, and runs nothing. `card`: one of known_cards().
+/// An engine that plans calls for a card that need not be in this machine, and predicts their
+/// times. It needs neither a driver nor NVRTC, and runs nothing. `card`: one of known_cards().
 const Engine& card_engine(const Card& card);
 
 }  // namespace fulgur::cuda

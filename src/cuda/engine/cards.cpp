@@ -12,7 +12,7 @@
 namespace fulgur::cuda {
 namespace {
 
-/// SMs, MB of the L2 cache, GB/s of memory, MHz, FLOP a clock and SM.
+/// A card by its SMs, MB of L2 cache, GB/s of memory, MHz, and FLOP per clock and SM.
 constexpr Card card(std::string_view name, int capability, int sms, int l2_megabytes,
                     double gigabytes, double megahertz, double mma_rate) {
   const Capability& row = capability_row(capability);
@@ -55,7 +55,7 @@ constexpr std::array kCards = {
     card("GB10", 121, 48, 24, 273, 2530, 1024),
 };
 
-/// "rtx-pro-6000" of "RTX PRO 6000".
+/// The name of a card for users: "rtx-pro-6000" for "RTX PRO 6000".
 std::string name_of(const Card& card) {
   std::string name(card.name);
   for (char& c : name) {
@@ -64,7 +64,7 @@ std::string name_of(const Card& card) {
   return name;
 }
 
-/// Whether `text` has these words, and no letter or digit next to them.
+/// Whether `text` contains these words, without a letter or digit next to them.
 bool has_words(std::string_view text, std::string_view words) {
   const auto ends = [&](size_t at) {
     return at >= text.size() || !std::isalnum(static_cast<unsigned char>(text[at]));
@@ -110,7 +110,7 @@ Card card_of_device(Gpu& gpu) {
     card.shared_bytes = std::min(card.shared_bytes, row.shared_bytes);
     card.sm_shared_bytes = std::min(card.sm_shared_bytes, row.sm_shared_bytes);
   }
-  // The driver may not know them: the memory of an integrated GPU has no clock of its own.
+  // The driver may not know these: the memory of an integrated GPU has no clock of its own.
   if (gpu.l2_bytes() > 0) card.l2_bytes = gpu.l2_bytes();
   double memory = gpu.bytes_per_microsecond();
   if (memory == 0) {

@@ -13,7 +13,7 @@
 namespace fulgur::cuda {
 namespace {
 
-/// The microseconds of each candidate; none where other tiles were measured.
+/// The measured microseconds of each candidate; none unless all of them were measured.
 std::optional<std::vector<double>> times_of(const Candidates& candidates,
                                             std::span<const MeasuredTile> measured) {
   if (candidates.size() != measured.size()) return std::nullopt;
@@ -28,22 +28,23 @@ std::optional<std::vector<double>> times_of(const Candidates& candidates,
   return times;
 }
 
-/// Sorts by cost those that max_workspace has room for, or the one that wants least where it has
-/// room for none, and says how much longer the others take and what they want.
+/// Sorts the candidates that fit max_workspace by cost; if none fits, returns the one with the
+/// smallest workspace. Adds to the reasons how much longer the others take, and the bytes that they
+/// need.
 Candidates sorted(const Problem& problem, const Candidates& candidates,
                   const std::vector<double>& costs, const char* how, Reasons* reasons) {
   std::vector<size_t> order(candidates.size());
   for (size_t i = 0; i < order.size(); ++i) order[i] = i;
   std::stable_sort(order.begin(), order.end(),
                    [&](size_t x, size_t y) { return costs[x] < costs[y]; });
-  const auto wants = [&](size_t i) { return candidates[i]->workspace; };
-  const int64_t least = wants(*std::ranges::min_element(order, {}, wants));
-  const int64_t most = problem.has_room(least) ? problem.max_workspace : least;
+  const auto bytes_of = [&](size_t i) { return candidates[i]->workspace; };
+  const int64_t min_bytes = bytes_of(*std::ranges::min_element(order, {}, bytes_of));
+  const int64_t max_bytes = problem.has_room(min_bytes) ? problem.max_workspace : min_bytes;
   std::erase_if(order, [&](size_t i) {
-    if (most == 0 || wants(i) <= most) return false;
+    if (max_bytes == 0 || bytes_of(i) <= max_bytes) return false;
     reasons->rejected.push_back(
         fmt::format("tile {}: wants {} bytes of workspace, max_workspace is {}",
-                    candidates[i]->tile.text(), wants(i), problem.max_workspace));
+                    candidates[i]->tile.text(), bytes_of(i), problem.max_workspace));
     return true;
   });
   Candidates result;
@@ -120,7 +121,7 @@ std::unique_ptr<const Executable> load_best(const Candidates& candidates, const 
     gpu.load(kernels);
     return gpu.kernel(kernels[0]).defect;
   };
-  std::string defect;  // of the first
+  std::string defect;  // of the first candidate
   Reasons passed_over = reasons;
   for (const auto& candidate : candidates) {
     const std::string why = defect_of(*candidate);

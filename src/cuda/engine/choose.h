@@ -9,20 +9,20 @@
 
 namespace fulgur::cuda {
 
-/// Every tile of the families that compute a problem: those that may be measured.
+/// All candidates of the families that compute a problem, which tuning measures.
 Candidates all_candidates(const Problem& problem, std::span<const Family* const> families,
                           const Card& card, std::vector<std::string>* rejected);
 
-/// Those that may be taken, the fastest first: as they were `measured`, where all of them were, or
-/// as the cost model predicts. Of those, the ones that max_workspace has room for, or else the one
-/// that wants least, which make_plan() refuses; at least one. `reasons` takes how the first was
-/// chosen, and why not the others. Throws Error(kUnsupported) where there is none.
+/// The candidates that may be chosen, the fastest first: by their `measured` times if all of them
+/// were measured, else by the cost model. These fit max_workspace; if none does, the result is the
+/// one with the smallest workspace, which make_plan() rejects. Adds to `reasons` how the first one
+/// was chosen, and why not the others. Throws Error(kUnsupported) if there is no candidate.
 Candidates ranked(const Problem& problem, std::span<const Family* const> families, const Card& card,
                   std::span<const MeasuredTile> measured, Reasons* reasons);
 
-/// The plan of the first candidate whose kernel the compiler keeps in registers and in order; of
-/// the very first, where that is true of none, and with `invariant`: which kernels spill depends on
-/// what a batch is made of.
+/// The plan of the first candidate whose kernel the compiler makes without a defect (defect_of).
+/// The first of all if there is none, and with `invariant`: which kernels have defects depends on
+/// the batch.
 std::unique_ptr<const Executable> load_best(const Candidates& candidates, const Problem& problem,
                                             Gpu& gpu, Reasons reasons);
 

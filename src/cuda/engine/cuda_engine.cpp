@@ -21,7 +21,7 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Every tile that computes a problem, the best first.
+/// The ranked candidates of a problem, the best first.
 Candidates candidates_of(const Problem& p, Gpu& gpu, Reasons* reasons) {
   const std::vector<MeasuredTile> measured = Tunings::here().find(tuning_key(gpu, p));
   return ranked(p, families_of(gpu.target(), p.algorithm), card_of(gpu), measured, reasons);

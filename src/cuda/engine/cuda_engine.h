@@ -4,7 +4,7 @@
 
 namespace fulgur::cuda {
 
-/// The CUDA engine: kernels compiled at run time for the device that a problem names.
+/// The CUDA engine, whose kernels are compiled at run time for the device of a problem.
 const Engine& engine();
 
 }  // namespace fulgur::cuda

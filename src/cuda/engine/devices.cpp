@@ -23,7 +23,7 @@ std::string too_old(const Gpu& gpu, int index) {
   return fmt::format("{}; want {} or more", has(gpu, index), capability_text(kMinCapability));
 }
 
-/// Why a device does not attend; empty when it does. Without NVRTC no device does.
+/// Why attention has no kernels for a device; empty if it has. Without NVRTC no device has any.
 std::string does_not_attend(Gpu& gpu, int index) {
   const std::string old = too_old(gpu, index);
   if (!old.empty() || !nvrtc_unavailable().empty()) return old.empty() ? nvrtc_unavailable() : old;
@@ -55,7 +55,8 @@ void Machine::find_devices() {
     Gpu& gpu = Gpu::at(index);
     const std::string why = does_not_attend(gpu, index);
     if (!why.empty()) {
-      if (unavailable.find(why) != std::string::npos) continue;  // of all devices
+      if (unavailable.find(why) != std::string::npos)
+        continue;  // the reason is the same for all devices
       unavailable += (unavailable.empty() ? "" : "; ") + why;
       continue;
     }

@@ -12,31 +12,31 @@ namespace fulgur::cuda {
 /// The devices of this machine that attention has kernels for.
 struct Machine {
   std::string description = "kernels compiled at run time";
-  std::string unavailable;  ///< why there are none; empty when there are some
+  std::string unavailable;  ///< why there are none; empty if there are some
 
   Machine();
-  /// Looked for once.
+  /// The devices are detected once.
   static const Machine& here();
 
  private:
   void find_devices();
 };
 
-/// Device `index`, where it runs kernels of no architecture: append, merge. Throws
-/// Error(kUnavailable) otherwise.
+/// Device `index`, which can run the kernels of all architectures: append, merge. Throws
+/// Error(kUnavailable) if it cannot.
 Gpu& usable_gpu(int index);
-/// The same where attention has kernels for it, too.
+/// The same for a device for which attention has kernels.
 Gpu& attending_gpu(int index);
 
-/// The families that a call on device `index` chooses from: those of the device where it attends,
-/// and else those for Hopper, which say why they do not compute a call.
+/// The families among which a call on device `index` chooses: those of the device if attention has
+/// kernels for it, else those for Hopper, whose reasons tell why they do not compute the call.
 std::span<const Family* const> families_at(int index, Algorithm algorithm);
 
-/// What planning must know of a device that attends.
+/// The card of a device for which attention has kernels.
 Card card_of(Gpu& gpu);
 
-/// The targets of the devices that attend, each once: those of FULGUR_CUDA_TARGET or Hopper where
-/// there are none. Throws Error as forced_target() does.
+/// The distinct targets of the devices for which attention has kernels; without such devices that
+/// of FULGUR_CUDA_TARGET, or of Hopper. Throws the errors of forced_target().
 std::vector<Target> targets_here();
 
 }  // namespace fulgur::cuda

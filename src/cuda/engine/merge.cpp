@@ -16,7 +16,7 @@ int count_for_merge(int64_t count, const char* of_what) {
   return counted("out", count, of_what, "merge");
 }
 
-/// Whether a lane may take kMergeWidth elements of a tensor at once.
+/// Whether a lane may access kMergeWidth elements of a tensor by one instruction.
 bool takes_wide(const ConstTensor& out, const Layout& rows) {
   return rows_aligned(rows, out.dtype) && out.shape[out.rank - 1] % kMergeWidth == 0;
 }
@@ -26,7 +26,7 @@ MergeTensors tensors_of(void* out, const Layout& rows, void* lse, const Layout& 
           rows.head, lse_rows.batch,           lse_rows.head};
 }
 
-/// Nothing is written to a part, but that it may be the result.
+/// The tensors of a part, which are not const because the result may be one of the parts.
 MergeTensors tensors_of(const MergeCall::Part& part) {
   return tensors_of(const_cast<void*>(part.out.data), part.out_rows,
                     const_cast<void*>(part.lse.data), part.lse_rows);

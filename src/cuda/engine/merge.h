@@ -5,7 +5,7 @@
 
 namespace fulgur::cuda {
 
-/// Launches the kernel that combines the parts. Throws as append() does.
+/// Launches the kernel that merges the parts. Throws the errors of append().
 void merge(const MergeCall& call, const Run& run);
 
 }  // namespace fulgur::cuda

@@ -21,28 +21,28 @@ namespace {
 
 constexpr int kProductsOfChain = 64;
 constexpr double kFlopsOfProduct = 2.0 * 16 * 16 * 8;
-constexpr double kStep = 64;                      // of what a device may have
-constexpr size_t kCopyBytes = size_t{128} << 20;  // more than an L2 cache has
+constexpr double kStep = 64;                      // rates of devices are multiples of it
+constexpr size_t kCopyBytes = size_t{128} << 20;  // more than fits any L2 cache
 constexpr int kCopies = 4;
-constexpr double kCopyShare = 0.9;  // of the memory's bandwidth that copies reach
+constexpr double kCopyFraction = 0.9;  // of the memory bandwidth, which copies reach
 
-/// A number of a device that is measured once and kept with the compiled kernels.
+/// A rate of a device that is measured once and stored with the compiled kernels.
 struct Quantity {
   const char* name;
-  const char* suffix;                       ///< of the file
-  double least, most;                       ///< that are possible
-  std::optional<double> (*measured)(Gpu&);  ///< none where it cannot be measured now, for example
-                                            ///< because a capture forbids it
-  bool possible(double value) const { return value >= least && value <= most; }
+  const char* suffix;                       ///< of the name of its file
+  double min, max;                          ///< possible values
+  std::optional<double> (*measured)(Gpu&);  ///< none if it cannot be measured now, for example
+                                            ///< during a capture
+  bool possible(double value) const { return value >= min && value <= max; }
 };
 
-/// What a measurement holds for.
+/// The text that identifies the device of a measurement.
 std::string key_of(const Quantity& quantity, const Gpu& gpu) {
   return fmt::format("{} on {}, compute capability {}\n", quantity.name, gpu.name(),
                      capability_text(gpu.capability()));
 }
 
-/// Memory of a device.
+/// Allocated device memory.
 class Memory {
  public:
   explicit Memory(size_t bytes) { check(driver().cuMemAlloc(&at_, bytes), "measuring a device"); }
@@ -60,7 +60,7 @@ void copy(CUdeviceptr to, CUdeviceptr from, size_t bytes) {
   check(driver().cuMemcpy(to, from, bytes), "measuring a device");
 }
 
-/// FLOP a clock and SM.
+/// FLOP per clock and SM.
 std::optional<double> measured_products(Gpu& gpu) try {
   const CUfunction kernel = gpu.kernel(mma_rate_kernel()).function;
   const CurrentContext current(gpu.context());
@@ -79,7 +79,7 @@ std::optional<double> measured_products(Gpu& gpu) try {
   return std::nullopt;
 }
 
-/// Bytes a microsecond.
+/// Bytes per microsecond.
 std::optional<double> measured_memory(Gpu& gpu) try {
   const CurrentContext current(gpu.context());
   const OutsideCapture outside;
@@ -91,14 +91,14 @@ std::optional<double> measured_memory(Gpu& gpu) try {
     return std::chrono::duration<double, std::micro>(std::chrono::steady_clock::now() - start);
   };
   copies(1);
-  return 2.0 * kCopies * kCopyBytes / copies(kCopies).count() / kCopyShare;
+  return 2.0 * kCopies * kCopyBytes / copies(kCopies).count() / kCopyFraction;
 } catch (const Error&) {
   return std::nullopt;
 }
 
 std::optional<double> kept(const CacheFolder& folder, const std::string& name,
                            const std::string& key, const Quantity& quantity) {
-  std::string why;  // what cannot be read is measured anew
+  std::string why;  // a file that cannot be read is measured again
   const std::optional<std::string> content = folder.load(name, &why);
   if (!content || !content->starts_with(key)) return std::nullopt;
   double value = 0;
@@ -107,7 +107,7 @@ std::optional<double> kept(const CacheFolder& folder, const std::string& name,
   return read.ec == std::errc{} && quantity.possible(value) ? std::optional(value) : std::nullopt;
 }
 
-/// The number of a device, or `otherwise` where it cannot be measured.
+/// The rate of a device, or `otherwise` if it cannot be measured.
 double known(const Quantity& quantity, Gpu& gpu, double otherwise) {
   static auto& all = *new std::map<std::string, double>;
   static std::mutex mutex;

@@ -4,16 +4,16 @@
 
 namespace fulgur::cuda {
 
-/// FLOP a clock of an SM by mma.sync with 16-bit inputs and sums of f32. Measured on the first look
-/// at a model of device, which takes less than a millisecond, and kept in the default cache folder;
-/// the least of its compute capability where it cannot be measured.
+/// FLOP per clock and SM of mma.sync with 16-bit inputs and f32 accumulators. Measured when a model
+/// of device is first used, in less than a millisecond, and stored in the default cache folder. The
+/// minimum of its compute capability if it cannot be measured.
 double mma_rate(Gpu& gpu);
 
-/// Bytes a microsecond of memory, by copies, where the driver does not know the memory's clock.
-/// Measured and kept likewise, in some milliseconds; 0 where it cannot be measured.
+/// Bytes per microsecond of memory, measured by copies, for devices whose memory clock the driver
+/// does not know. Measured and stored likewise, in some milliseconds; 0 if it cannot be measured.
 double memory_rate(Gpu& gpu);
 
-/// The kernel that is measured.
+/// The kernel that measures mma.sync.
 KernelUse mma_rate_kernel();
 
 }  // namespace fulgur::cuda

@@ -10,21 +10,21 @@
 namespace fulgur::cuda {
 namespace {
 
-// Of a divided call on an H200 (docs/serving.md, "Shared prefixes"): what the launches take, the
-// products over the prefix, and how fast keys of a prefix are read, again and again by a call that
-// is not divided: from memory at a share of what it gives, or so many times as fast from the L2
-// cache, a share of which has room for them.
+// Measured on an H200 (docs/serving.md, "Shared prefixes"). Costs of a divided call: its launches,
+// and products over the prefix. An undivided call reads the keys of a prefix again for each
+// sequence, at a fraction of the memory bandwidth, or kL2Speedup times as fast if they fit a
+// fraction of L2.
 constexpr double kCostMicroseconds = 35, kFlopsPerMicrosecond = 500e6;
-constexpr double kReadShare = 0.9375, kCachedTimes = 2.667, kCacheShare = 0.8;
+constexpr double kReadFraction = 0.9375, kL2Speedup = 2.667, kL2Fraction = 0.8;
 constexpr int kThreads = 256, kGroupThreads = 32;
 
 int64_t cost_bytes_of(const Problem& p, const Card& card) {
   const auto keys = static_cast<double>(p.sk);
   const double flops = 2 * keys * static_cast<double>((p.d + p.dv) * p.hq * p.total_q);
   const double bytes = keys * static_cast<double>(p.key_bytes());
-  const bool in_cache = bytes <= kCacheShare * static_cast<double>(card.l2_bytes);
-  const double rate =  // a microsecond
-      (in_cache ? kCachedTimes : 1) * kReadShare * card.bytes_per_cycle * card.megahertz;
+  const bool in_cache = bytes <= kL2Fraction * static_cast<double>(card.l2_bytes);
+  const double rate =  // bytes per microsecond
+      (in_cache ? kL2Speedup : 1) * kReadFraction * card.bytes_per_cycle * card.megahertz;
   return std::llround(rate * (kCostMicroseconds + flops / kFlopsPerMicrosecond));
 }
 

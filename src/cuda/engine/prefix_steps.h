@@ -7,7 +7,7 @@
 
 namespace fulgur::cuda {
 
-/// What divided calls of a problem need besides attention.
+/// The steps of a divided call of a problem other than attention.
 std::unique_ptr<const PrefixSteps> prefix_steps(const Problem& problem, Gpu& gpu);
 
 }  // namespace fulgur::cuda

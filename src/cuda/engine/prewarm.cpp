@@ -23,12 +23,12 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Tensors of one row, or of one sequence, do not say how far the next one lies: as far as in
-/// contiguous ones.
+/// Sets the strides that tensors of one row, or of one sequence, leave open to those of contiguous
+/// tensors.
 Problem with_strides(Problem p) {
   const auto give = [](Layout& l, int64_t batch, int64_t rows, int64_t heads, int64_t dim) {
     if (rows == 1) l.row = heads > 1 ? heads * l.head : dim;
-    if (batch == 1) l.batch = l.row;  // times any number of rows
+    if (batch == 1) l.batch = l.row;  // times any number of rows is a multiple of it
   };
   const auto give_q = [&](Layout& l, int64_t dim) {
     give(l, p.packed ? 0 : p.batch, p.packed ? p.total_q : p.sq, p.hq, dim);
@@ -51,7 +51,7 @@ struct Wanted {
   Target target;
 };
 
-/// Adds what calls like `problem` can need where kernels are compiled for a target, by their keys.
+/// Adds all kernels that calls like `problem` can need for a target, by their keys in the cache.
 void add_requests(const Problem& problem, const Target& target,
                   std::map<std::string, Wanted>& requests) {
   const auto add = [&](const KernelUse& use) {
@@ -65,8 +65,8 @@ void add_requests(const Problem& problem, const Target& target,
     problems.insert(problems.end(), {prefix_part(follows), rest_part(follows)});
     add_of_none(CallKernel::kDivide);
   }
-  // Every tile, not the best alone: which one that is changes with lengths in between, and where
-  // the compiler finds a defect. An invariant call has the first whatever else is.
+  // Every candidate, not only the best one, which changes with lengths that are not sampled, and if
+  // the compiler makes a kernel with a defect. An invariant call always has the first one.
   for (const Problem& p : problems) {
     for_reachable(p, target, [&](const Candidates& candidates) {
       for (const auto& candidate : candidates) {
@@ -90,7 +90,7 @@ void add_requests(const Problem& problem, const Target& target,
   }
 }
 
-/// The targets that users name, or those of the devices here.
+/// The targets that users name, or those of the devices of this machine.
 std::vector<Target> targets_of(std::span<const std::string> names) {
   std::vector<Target> targets;
   for (const std::string& name : names)
@@ -122,7 +122,7 @@ Prewarmed prewarm_like(const Problem& given, const std::string& folder, int thre
     const auto& [key, wanted] = missing[static_cast<size_t>(i)];
     cache.get(key, [&wanted = wanted] { return compile(wanted.request, wanted.target); });
     if (cache.load(key)) return;
-    // The cache has said why.
+    // The cache has printed the reason.
     throw Error(Status::kUnavailable, "cannot write to " + cache.folder().path().string());
   });
   return {compiled, static_cast<int>(requests.size()) - compiled};

@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kMeasuringCtas = 1024;
 
-/// The tokens and heads that a kernel of `call` takes.
+/// The tokens and heads that a kernel of `call` computes.
 struct Counts {
   int batch, rows_each;
 };
@@ -41,7 +41,7 @@ MeasureParams measure_params(const CodeTensor& codes, const ConstTensor& x, int6
   return p;
 }
 
-/// Scales that rows share.
+/// Computes the scales that rows share.
 void fit_scales(MeasureParams p, DType dtype, Gpu& gpu, const Run& run) {
   const auto stream = static_cast<CUstream>(run.stream);
   const int64_t sets = int64_t{p.batch} * p.rows.heads;
@@ -59,7 +59,7 @@ void fit_scales(MeasureParams p, DType dtype, Gpu& gpu, const Run& run) {
   launch(stream, fit, &p, {grid.x}, 32, 0, kWhat);
 }
 
-/// The means of the rows that are measured.
+/// Computes the means of columns over the measured rows.
 void write_means(const MeasureParams& measured, DType dtype, Gpu& gpu, const Run& run) {
   const MeansParams p{measured.rows, measured.batch, measured.rows_each};
   const auto stream = static_cast<CUstream>(run.stream);
@@ -68,12 +68,12 @@ void write_means(const MeasureParams& measured, DType dtype, Gpu& gpu, const Run
          "launching the kernel of means");
 }
 
-/// Which of three kernels reads rows of q, codes among them.
+/// The one of three kernels that reads rows of q, which may be quantized.
 CallKernel of_queries(CallKernel first, DType q) {
   return of_dtype(first, is_low_bit(q) ? DType::kF16 : q);
 }
 
-/// What lies in the host's memory of the lengths that say of which sequence a row is.
+/// A problem with only those lengths that tell the sequence of a row, for their upload.
 Problem with_starts_alone(Problem p) {
   const bool starts = p.on_host.has(Arg::kCuSeqlensQ);
   p.on_host = {};
@@ -159,7 +159,7 @@ void quantize(const QuantizeCall& c, const Run& run) {
   AppendCodes& codes = measured.rows.codes;
   codes.fits = codes.groups > 0 && !c.fixed;
   const CallKernel kernel = append_kernel(c.x.dtype, true);
-  loaded(kernel, gpu, static_cast<CUstream>(run.stream));  // before anything is launched
+  loaded(kernel, gpu, static_cast<CUstream>(run.stream));  // before any launch, as it may throw
   if (c.mean.given()) write_means(measured, c.x.dtype, gpu, run);
   if (codes.fits && !codes.of_rows) {
     fit_scales(measured, c.x.dtype, gpu, run);
@@ -169,7 +169,7 @@ void quantize(const QuantizeCall& c, const Run& run) {
   p.k = measured.rows;
   p.tokens = {measured.batch * measured.rows_each, measured.rows_each, nullptr};
   p.batch = measured.batch;
-  p.room = measured.rows_each;
+  p.capacity = measured.rows_each;
   p.entries = measured.batch;
   p.page = 1;
   p.lanes_log2 = kCodeLanesLog2;

@@ -10,12 +10,12 @@
 
 namespace fulgur::cuda {
 
-/// Puts kernels on the stream that make codes of numbers, or numbers of codes.
+/// Launches the kernels that quantize or dequantize tensors.
 void quantize(const QuantizeCall& call, const Run& run);
 void dequantize(const DequantizeCall& call, const Run& run);
 void hadamard(const HadamardCall& call, const Run& run);
 
-/// Loads the kernels of calls over such codes.
+/// The steps of calls over quantized tensors other than attention. Loads their kernels.
 std::unique_ptr<const CodeSteps> code_steps(const Problem& problem, Gpu& gpu);
 
 }  // namespace fulgur::cuda

@@ -7,11 +7,11 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Calls visit(problem) for problems like `p` with lengths and batches of every kind.
+/// Calls visit(problem) for problems like `p` with a sample of lengths and batches.
 void for_lengths(Problem p, const std::function<void(const Problem&)>& visit) {
   std::vector<int64_t> rows = {1, 2, 16, 64, 128, 192, 300, 500, 800, 1024, 2048, 4096, 16384};
   std::vector<int64_t> keys = {1, 100, 1024, 8192, 65536};
-  // A window, or a chunk, bounds only what is longer.
+  // A window or a chunk binds only longer sequences.
   std::vector<int64_t>& after = p.mask.top_left ? keys : rows;
   std::vector<int64_t>& before = p.mask.top_left ? rows : keys;
   if (p.mask.right >= 0) after.insert(after.end(), {p.mask.right + 1, p.mask.right + 2});
@@ -39,7 +39,7 @@ void for_reachable(const Problem& problem, const Target& target,
     if (!runs(card.capability, target)) continue;
     card.target = target;
     for_lengths(problem, [&](const Problem& p) {
-      if (!no_family_computes(p, families).empty()) return;  // too long, or too many heads
+      if (!no_family_computes(p, families).empty()) return;  // for example too many rows or heads
       Reasons reasons;
       visit(ranked(p, families, card, {}, &reasons));
     });

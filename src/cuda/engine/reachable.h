@@ -7,9 +7,9 @@
 
 namespace fulgur::cuda {
 
-/// Calls visit(candidates) with the ranked candidates, without tuning, of calls like `problem` with
-/// lengths and batches of every kind, on every card that runs code for a target; then with what
-/// each family says that it can reach besides.
+/// Calls visit(candidates) with the candidates, ranked without tuning, of calls like `problem` with
+/// a sample of lengths and batches on every card that runs code for a target; then with
+/// Family::reachable of each family.
 void for_reachable(const Problem& problem, const Target& target,
                    const std::function<void(const Candidates&)>& visit);
 

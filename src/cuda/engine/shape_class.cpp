@@ -8,7 +8,7 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Rounded up to three significant binary digits; what is not positive stays.
+/// Rounds positive numbers up to three significant binary digits.
 int64_t rounded(int64_t n) {
   const int shift = n <= 8 ? 0 : std::bit_width(static_cast<uint64_t>(n - 1)) - 3;
   return (((n - 1) >> shift) + 1) << shift;
@@ -21,8 +21,9 @@ std::string shape_class(const Problem& p) {
   text += fmt::format("{} d {} dv {} sq {} sk {} heads {} group {}", name_of(p.dtypes.q),
                       (p.d + 15) / 16 * 16, (p.dv + 15) / 16 * 16, rounded(p.sq), rounded(p.sk),
                       rounded(p.batch * p.hq), p.group());
-  const auto [before, after] =
-      p.mask.top_left ? std::pair{p.sq, p.sk} : std::pair{p.sk, p.sq};  // keys around diagonals
+  const auto [before, after] = p.mask.top_left
+                                   ? std::pair{p.sq, p.sk}
+                                   : std::pair{p.sk, p.sq};  // keys before the diagonal of a row
   if (p.mask.left >= 0 && p.mask.left < before - 1)
     text += fmt::format(" left {}", rounded(p.mask.left));
   if (p.mask.right >= 0 && p.mask.right < after - 1)

@@ -20,7 +20,7 @@ namespace fulgur::cuda {
 namespace {
 
 constexpr int kRounds = 7;
-constexpr double kBurstMicroseconds = 20000;  // long enough for the clock to follow the load
+constexpr double kBurstMicroseconds = 20000;  // long enough for the clock to adapt to the load
 constexpr double kMaxRuns = 1000;
 
 class Event {
@@ -31,7 +31,7 @@ class Event {
   Event& operator=(const Event&) = delete;
 
   void record(CUstream stream) { check(driver().cuEventRecord(event_, stream), "cuEventRecord"); }
-  /// Waits for it.
+  /// Waits for this event.
   double microseconds_since(const Event& earlier) const {
     check(driver().cuEventSynchronize(event_), "measuring a tile");
     float milliseconds = 0;
@@ -43,13 +43,13 @@ class Event {
   CUevent event_ = nullptr;
 };
 
-/// Measures plans of one call on its tensors.
+/// Measures the times of plans of a call on its tensors.
 class Stopwatch {
  public:
   Stopwatch(Gpu& gpu, const Call& call, const Run& run)
       : call_(call), run_(run), current_(gpu.context()) {}
 
-  /// Microseconds of a run, in a burst of `runs` after one that warms up.
+  /// Microseconds per run in a burst of `runs`, after one run to warm up.
   double burst(const Executable& plan, int runs) const {
     const auto stream = static_cast<CUstream>(run_.stream);
     plan.run(call_, run_);
@@ -72,8 +72,8 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-/// Median microseconds of each plan. They take turns: the device's clock drifts with its load and
-/// temperature.
+/// Median microseconds of each plan. Plans are measured by turns, because the device's clock drifts
+/// with its load and temperature.
 std::vector<double> measure(const Stopwatch& stopwatch,
                             const std::vector<std::unique_ptr<const Executable>>& plans) {
   std::vector<int> runs;

@@ -21,7 +21,7 @@ std::string file_name(const std::string& key) { return Sha256().add(key).hex() +
 
 std::atomic<uint64_t> kept = 0;
 
-/// One line a tile.
+/// The content of a file: one line per tile.
 std::string text_of(const std::vector<MeasuredTile>& tiles) {
   std::string text;
   for (const MeasuredTile& tile : tiles) {
@@ -31,7 +31,7 @@ std::string text_of(const std::vector<MeasuredTile>& tiles) {
   return text;
 }
 
-/// The tiles of text_of; none when the text is anything else.
+/// The tiles of such a text; none if it is any other text.
 std::vector<MeasuredTile> tiles_of(const std::string& text) {
   std::vector<MeasuredTile> tiles;
   const char *at = text.data(), *const end = at + text.size();
@@ -69,7 +69,8 @@ std::string tuning_key(Gpu& gpu, const Problem& problem) {
 uint64_t Tunings::generation() { return kept; }
 
 Tunings& Tunings::here() {
-  static auto& tunings = *new Tunings(CacheFolder::standard());  // outlives every plan
+  static auto& tunings =
+      *new Tunings(CacheFolder::standard());  // never destroyed, as plans may outlive statics
   return tunings;
 }
 

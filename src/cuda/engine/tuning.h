@@ -12,29 +12,29 @@
 
 namespace fulgur::cuda {
 
-/// What a measurement of tiles holds for: a device model, the kernels as compiled here, and a class
-/// of shapes; lines of text.
+/// The lines of text that identify what a measurement of tiles holds for: a device model, the
+/// compiled kernels, and a shape class.
 std::string tuning_key(Gpu& gpu, const Problem& problem);
 
-/// Measurements of tiles in a cache folder, one file a key; the last one of a key counts. Each file
-/// is read once in a process.
+/// Measurements of tiles in a cache folder, one file per key, which holds the last measurement.
+/// Each file is read once in a process.
 class Tunings {
  public:
   explicit Tunings(CacheFolder folder) : folder_(std::move(folder)) {}
 
-  /// Those of the default folder.
+  /// The measurements in the default folder.
   static Tunings& here();
 
-  /// What was measured; empty when nothing was. A file that cannot be used costs a warning.
+  /// The measured tiles of a key; empty if there are none. Warns of a file that cannot be used.
   std::vector<MeasuredTile> find(const std::string& key);
 
-  /// Keeps what was measured. Throws Error(kUnavailable) when the folder cannot be used.
+  /// Stores measured tiles. Throws Error(kUnavailable) if the folder cannot be used.
   void keep(const std::string& key, std::vector<MeasuredTile> tiles);
 
-  /// Where a key's tiles are kept.
+  /// The file of a key.
   std::filesystem::path path(const std::string& key) const;
 
-  /// A number that changes when any measurement of this process is kept.
+  /// A number that changes whenever this process stores a measurement.
   static uint64_t generation();
 
   const CacheFolder& folder() const { return folder_; }

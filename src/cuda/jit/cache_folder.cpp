@@ -16,7 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// The first line of a file.
+/// The first line of a file: the checksum of its content.
 std::string header(std::string_view content) {
   return fmt::format("fulgur-cache 2 {}\n", Sha256().add(content).hex());
 }
@@ -25,8 +25,8 @@ Descriptor open_folder(const fs::path& path) {
   return Descriptor(::open(path.c_str(), O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC));
 }
 
-/// Makes a folder, and those on the way to it, for this user alone. The first error, as errno; 0
-/// without one.
+/// Makes a folder, and missing folders above it, with access for this user only. Returns the errno
+/// of the first error, or 0.
 int make_folder(const fs::path& path) {
   int error = 0;
   fs::path made;
@@ -37,15 +37,15 @@ int make_folder(const fs::path& path) {
   return error;
 }
 
-/// All of a file, as far as it can be read.
+/// The content of a file, up to the first error.
 std::string read_all(int fd) {
   std::string all;
-  char piece[1 << 16];
+  char buffer[1 << 16];
   for (;;) {
-    const ssize_t n = read(fd, piece, sizeof piece);
+    const ssize_t n = read(fd, buffer, sizeof buffer);
     if (n < 0 && errno == EINTR) continue;
     if (n <= 0) return all;
-    all.append(piece, static_cast<size_t>(n));
+    all.append(buffer, static_cast<size_t>(n));
   }
 }
 
@@ -59,7 +59,7 @@ bool write_all(int fd, std::string_view bytes) {
   return true;
 }
 
-/// A new file, and its name; none where none can be made.
+/// Creates a file of a new name; none if that fails.
 std::pair<Descriptor, std::string> create(const Descriptor& folder, const std::string& name) {
   for (int i = 0;; ++i) {
     std::string made = fmt::format("{}.{}.{}.tmp", name, getpid(), i);
@@ -75,7 +75,7 @@ Descriptor::~Descriptor() {
   if (fd_ >= 0) close(fd_);
 }
 
-// Without the slash at its end: what that names is the folder, for mkdir and O_NOFOLLOW too.
+// Without a slash at the end, so that mkdir and O_NOFOLLOW apply to the folder itself.
 CacheFolder::CacheFolder(fs::path path)
     : path_(path.has_filename() ? std::move(path) : path.parent_path()) {}
 
@@ -86,7 +86,7 @@ CacheFolder CacheFolder::standard() {
     none.why_none_ = fmt::format("FULGUR_CACHE_DIR: got \"{}\", want an absolute path", own);
     return none;
   }
-  // The XDG specification: a relative path is to be ignored.
+  // By the XDG specification a relative path is ignored.
   if (const fs::path cache = folder_in_environment("XDG_CACHE_HOME"); !cache.empty()) {
     return cache / "fulgur";
   }
@@ -131,7 +131,7 @@ std::optional<std::string> CacheFolder::load(const std::string& name, std::strin
   const Descriptor folder = open(false, why);
   if (!folder) return std::nullopt;
   const fs::path path = path_ / name;
-  // O_NONBLOCK: opening a pipe must not wait for its writer.
+  // O_NONBLOCK, because opening a pipe must not wait for its writer.
   const Descriptor file(
       openat(folder.get(), name.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC | O_NONBLOCK));
   struct stat info;
@@ -142,7 +142,7 @@ std::optional<std::string> CacheFolder::load(const std::string& name, std::strin
   *why = S_ISREG(info.st_mode) ? distrusted(info, path) : path.string() + " is not a regular file";
   if (!why->empty()) return std::nullopt;
   const std::string all = read_all(file.get());
-  const size_t line = all.find('\n') + 1;  // 0 without one
+  const size_t line = all.find('\n') + 1;  // 0 if there is none
   std::string content = all.substr(line);
   if (all.substr(0, line) != header(content)) {
     *why = path.string() + " is damaged";

@@ -24,36 +24,34 @@ class Descriptor {
   int fd_;
 };
 
-/// A folder of this user (mode 0700) for what can be made again. A file appears complete or not at
-/// all, and carries a checksum.
+/// A folder of this user (mode 0700) for files that can be made again. A file appears complete or
+/// not at all, and has a checksum.
 ///
-/// Each call opens the folder, judges what it has opened, and reaches files through it alone:
-/// another folder that takes its name meanwhile is none of them. Links may lead to the folder, but
-/// its own name is none.
+/// Each call opens the folder, checks the open folder, and accesses files relative to it, so that
+/// another folder that is moved to its path meanwhile is never used. Folders above it may be links,
+/// but the folder itself may not.
 class CacheFolder {
  public:
   CacheFolder(std::filesystem::path path);
 
-  /// FULGUR_CACHE_DIR, else fulgur/ in XDG_CACHE_HOME, else ~/.cache/fulgur. Without a home, or
-  /// where FULGUR_CACHE_DIR is a relative path, none: unusable() says why.
+  /// FULGUR_CACHE_DIR, else fulgur/ in XDG_CACHE_HOME, else ~/.cache/fulgur. Without a home, or if
+  /// FULGUR_CACHE_DIR is a relative path, there is no folder: unusable() returns the reason.
   static CacheFolder standard();
 
-  /// A file's content; none when there is no such file, or one that must not be used: `why` takes
-  /// the reason.
+  /// A file's content. None if there is no such file, or if it must not be used: then `why` is set.
   std::optional<std::string> load(const std::string& name, std::string* why) const;
 
-  /// Writes a file, or replaces it, in a folder that is usable. Why that failed; empty when it did
-  /// not.
+  /// Writes or replaces a file in a usable folder. Returns why that failed, or an empty text.
   std::string store(const std::string& name, const std::string& content) const;
 
-  /// Makes the folder. Why it cannot be used; empty when it can.
+  /// Makes the folder. Returns why it cannot be used, or an empty text.
   std::string unusable() const;
 
-  /// The open folder, made if `make`; none where it cannot be used, and `why` takes the reason.
-  /// That it is not there is no reason.
+  /// Opens the folder, after making it if `make`. None if it does not exist or cannot be used; in
+  /// the latter case `why` is set.
   Descriptor open(bool make, std::string* why) const;
 
-  /// Empty where there is none.
+  /// Empty if there is no folder.
   const std::filesystem::path& path() const { return path_; }
 
  private:

@@ -4,21 +4,21 @@
 
 namespace fulgur::cuda {
 
-/// What devices of one compute capability have, and what text that is compiled for it may use.
+/// Properties of devices of a compute capability, and features that text compiled for it may use.
 struct Capability {
   int number;           ///< 90 is 9.0
-  int shared_bytes;     ///< of shared memory, at most, that a CTA may ask for
-  int sm_shared_bytes;  ///< that the CTAs of an SM share, with 1 KB that each of them costs
-  int fp32_lanes;       ///< of an SM: so many FMAs a clock
-  int mma_rate;  ///< FLOP a clock and SM of dense mma.sync, 16-bit inputs and sums of f32: the
-                 ///< least of its models
-  bool has_tma;  ///< cp.async.bulk and mbarriers, too
+  int shared_bytes;     ///< maximum of shared memory of a CTA
+  int sm_shared_bytes;  ///< of an SM, for all of its CTAs and the 1 KB that is reserved for each
+  int fp32_lanes;       ///< per SM: FMAs per clock
+  int mma_rate;         ///< FLOP per clock and SM of dense mma.sync with 16-bit inputs and f32
+                        ///< accumulators: the minimum of its models
+  bool has_tma;         ///< also cp.async.bulk and mbarriers
   bool has_stmatrix;
   bool has_red_v4;       ///< red.global.add.v4.f32
   bool has_early_start;  ///< programmatic dependent launch
-  bool has_fp8_mma;      ///< mma.sync of e4m3 that is no emulation
-  bool has_setmaxnreg;   ///< in text for the capability alone, as sm_90a
-  bool has_wgmma;        ///< in such text, too
+  bool has_fp8_mma;      ///< mma.sync of e4m3 that is not emulated
+  bool has_setmaxnreg;   ///< only in text for this capability alone (sm_90a)
+  bool has_wgmma;        ///< likewise
 };
 
 inline constexpr std::array<Capability, 9> kCapabilities = {{
@@ -37,7 +37,7 @@ inline constexpr std::array<Capability, 9> kCapabilities = {{
 
 inline constexpr int kMinCapability = kCapabilities[0].number;  ///< 8.0: cp.async and bf16
 
-/// The row of a capability of 8.0 or more: its own, or else the highest one below it.
+/// The row of a capability of at least 8.0: its own, or else that of the next lower one.
 constexpr const Capability& capability_row(int capability) {
   const Capability* row = kCapabilities.data();
   for (const Capability& known : kCapabilities) {

@@ -16,11 +16,11 @@ namespace {
 
 std::vector<std::string> options_of(const Target& target) {
   return {"--gpu-architecture=" + target.name(), "--std=c++20",
-          // The compiler would otherwise raise this process's stack limit.
+          // By default the compiler raises the stack limit of this process.
           "--modify-stack-limit=false", "--ptxas-options=-v"};
 }
 
-/// The digest of all text that a kernel is compiled from, found once.
+/// The digest of all text that a kernel is compiled from. Computed once per source.
 std::string text_digest(const std::string& source) {
   static std::mutex mutex;
   static std::map<std::string, std::string> found;
@@ -42,7 +42,7 @@ std::string defect_of(const Cubin& cubin, int few_spilled_bytes) {
     std::from_chars(bytes.data(), bytes.data() + bytes.size(), count);
     if (count > few_spilled_bytes) return fmt::format("spills {} bytes of registers", bytes);
   }
-  // Remarks C7500 to C7599 of ptxas are about them.
+  // ptxas reports serialized wgmma by remarks C7500 to C7599.
   if (log.find("(C75") != log.npos) return "has tensor core products that wait for each other";
   return {};
 }
@@ -64,7 +64,7 @@ std::string cache_key(const KernelRequest& request, const Target& target) {
 }
 
 Cubin compile(const KernelRequest& request, const Target& target) {
-  // No other text is in the compiler's reach, so that the key is of all that it reads.
+  // The compiler can read no other text, so that the key covers all that it reads.
   return nvrtc_compile(sources_of(kernel_sources(), request.source), request.source,
                        request.kernel_config, options_of(target));
 }

@@ -15,7 +15,7 @@
 namespace fulgur::cuda {
 namespace {
 
-/// Holds the right to make one entry, among threads and processes. The lock's file goes with it.
+/// A lock among threads and processes for making an entry. Its file is removed with it.
 class EntryLock {
  public:
   EntryLock(const Descriptor& folder, std::string name) : folder_(folder), name_(std::move(name)) {
@@ -23,7 +23,7 @@ class EntryLock {
       file_ = Descriptor(
           openat(folder_.get(), name_.c_str(), O_RDWR | O_CREAT | O_NOFOLLOW | O_CLOEXEC, 0600));
       if (!file_) return;
-      // A file system without locks: entries may be made twice, which only costs time.
+      // On a file system without locks entries may be made twice, which only costs time.
       while (flock(file_.get(), LOCK_EX) != 0 && errno == EINTR) {
       }
       struct stat mine, there;
@@ -31,7 +31,7 @@ class EntryLock {
           fstat(file_.get(), &mine) == 0 &&
           fstatat(folder_.get(), name_.c_str(), &there, AT_SYMLINK_NOFOLLOW) == 0 &&
           mine.st_ino == there.st_ino;
-      if (current) return;  // otherwise its last holder removed the file while this one waited
+      if (current) return;  // otherwise the last holder has removed the file meanwhile
     }
   }
   ~EntryLock() {
@@ -50,10 +50,10 @@ class EntryLock {
 }  // namespace
 
 std::optional<Cubin> CubinCache::load(const std::string& key) const {
-  std::string why;  // a damaged entry is made anew, and `get` says what is wrong with the folder
+  std::string why;  // not used: a damaged entry is made again, and get() warns of the folder
   const std::optional<std::string> content = folder_.load(key + ".cubin", &why);
   if (!content) return std::nullopt;
-  // The size of the log, the log, the image.
+  // An entry consists of the size of the log, the log, and the image.
   size_t log = 0;
   const char *begin = content->data(), *end = begin + content->size();
   const char* const after = std::from_chars(begin, end, log).ptr;
@@ -75,7 +75,7 @@ Cubin CubinCache::get(const std::string& key, const std::function<Cubin()>& buil
     warn(errno_text("write to", folder_.path()));
     return build();
   }
-  if (auto cubin = load(key)) return *std::move(cubin);  // another process was faster
+  if (auto cubin = load(key)) return *std::move(cubin);  // made by another process meanwhile
   Cubin cubin = build();
   const std::string content = fmt::format("{}\n{}", cubin.log.size(), cubin.log + cubin.image);
   why = folder_.store(key + ".cubin", content);

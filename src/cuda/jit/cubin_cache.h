@@ -10,16 +10,17 @@
 
 namespace fulgur::cuda {
 
-/// Compiled kernels in a cache folder, one file a key, made by one process at a time; a folder that
-/// cannot be used costs a warning and a compilation.
+/// Compiled kernels in a cache folder, one file per key, each made by one process at a time. If the
+/// folder cannot be used, it warns, and kernels are compiled in every process.
 class CubinCache {
  public:
   explicit CubinCache(CacheFolder folder) : folder_(std::move(folder)) {}
 
-  /// The entry of a key, or what `build` returns, stored. An exception of `build` stores nothing.
+  /// The entry of a key, or else the result of `build`, which is stored. Exceptions of `build` are
+  /// passed on, and nothing is stored.
   Cubin get(const std::string& key, const std::function<Cubin()>& build);
 
-  /// The entry of a key; none when there is none or it is damaged.
+  /// The entry of a key; none if it does not exist or is damaged.
   std::optional<Cubin> load(const std::string& key) const;
 
   const CacheFolder& folder() const { return folder_; }

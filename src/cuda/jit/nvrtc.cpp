@@ -15,7 +15,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The part of NVRTC that is used, with the names of its reference.
+// Declarations of NVRTC, with the names of its reference.
 using nvrtcResult = int;
 using nvrtcProgram = struct ProgramHandle*;
 
@@ -38,7 +38,7 @@ struct Functions {
 #define FULGUR_MEMBER(name, arguments) nvrtcResult(*name) arguments = nullptr;
   FULGUR_NVRTC_FUNCTIONS(FULGUR_MEMBER)
 #undef FULGUR_MEMBER
-  const char* missing = nullptr;  ///< one that the library lacks
+  const char* missing = nullptr;  ///< the name of a symbol that the library lacks
 
   Functions() = default;
   explicit Functions(const SharedLibrary& library) {
@@ -49,7 +49,7 @@ struct Functions {
 #undef FULGUR_LOAD
   }
 
-  /// As the driver counts: 12040 is 12.4.
+  /// The version as drivers count: 12040 is 12.4.
   int version() const {
     int major = 0, minor = 0;
     nvrtcVersion(&major, &minor);
@@ -57,7 +57,7 @@ struct Functions {
   }
 };
 
-/// Why an open NVRTC cannot be used; empty when it can.
+/// Why an open NVRTC cannot be used; empty if it can.
 std::string refused(const SharedLibrary& library, int driver_version) {
   const Functions api(library);
   const std::string where = library.path.string();
@@ -73,13 +73,13 @@ std::string refused(const SharedLibrary& library, int driver_version) {
   return {};
 }
 
-/// NVRTC asks the loader for its builtins by name, which fails where the folder is on no path. An
-/// open library of that name is found.
+/// Opens the builtins of NVRTC. It asks the loader for them by name, which fails if their folder is
+/// not on the loader's path, unless they are open already.
 void open_builtins(const fs::path& folder) {
   std::error_code none;
   for (fs::directory_iterator entry(folder, none), end; entry != end; entry.increment(none)) {
     if (!entry->path().filename().string().starts_with("libnvrtc-builtins.so")) continue;
-    std::string why;  // that NVRTC cannot compile without it is said by NVRTC
+    std::string why;  // not used: NVRTC reports missing builtins when it compiles
     open_trusted(entry->path(), RTLD_NOW | RTLD_GLOBAL, why);
   }
 }
@@ -128,7 +128,7 @@ struct Program {
   }
 };
 
-/// The pointers of some strings, for C.
+/// Pointers to the characters of strings, for C.
 std::vector<const char*> pointers(std::span<const std::string> strings) {
   std::vector<const char*> result;
   for (const std::string& s : strings) result.push_back(s.c_str());

@@ -10,30 +10,30 @@
 
 namespace fulgur::cuda {
 
-/// What NVRTC made of a kernel.
+/// A compiled kernel.
 struct Cubin {
-  std::string image;  ///< for cuModuleLoadData: machine code, or PTX
-  std::string log;    ///< what the compiler said: registers, spills, warnings
+  std::string image;  ///< machine code or PTX, for cuModuleLoadData
+  std::string log;    ///< of the compiler: registers, spills, warnings
 };
 
-/// The first NVRTC of CUDA 12 or newer in `places`, and none of a newer major than that of a driver
-/// (12040 is 12.4; 0: none is here), which would not load its code.
+/// The first NVRTC in `places` of CUDA 12 or newer whose major version is not newer than the
+/// driver's, which could not load its code. `driver_version`: 12040 is 12.4; 0 without a driver.
 SharedLibrary open_nvrtc(std::span<const std::filesystem::path> places, int driver_version);
 
-/// Why there is no NVRTC to use; empty when there is. Loads it, once, after the driver.
+/// Why there is no usable NVRTC; empty if there is one. Loads it once, after the driver.
 const std::string& nvrtc_unavailable();
 
-/// The compute capabilities that it compiles for, in ascending order: 90 is 9.0. Throws as
-/// nvrtc_identity does.
+/// The compute capabilities for which NVRTC compiles, in ascending order: 90 is 9.0. Throws the
+/// errors of nvrtc_identity.
 const std::vector<int>& nvrtc_capabilities();
 
-/// "13.0, 104857600 bytes": a different compiler has a different identity. Throws
-/// Error(kUnavailable) when there is none.
+/// A text that differs between compilers: "13.0, 104857600 bytes". Throws Error(kUnavailable)
+/// without NVRTC.
 const std::string& nvrtc_identity();
 
-/// Compiles `sources.at(kernel)`; the others are its headers, and so is kernel_config.h with
-/// `kernel_config`. `options` name the architecture: for a virtual one the image is PTX. Throws
-/// Error: kUnavailable without NVRTC; kInternal with the compiler's log when it fails.
+/// Compiles `sources.at(kernel)`. The other sources are its headers, and `kernel_config` is the
+/// text of kernel_config.h. `options` name the architecture; for a virtual one the image is PTX.
+/// Throws Error: kUnavailable without NVRTC; kInternal, with the compiler's log, if it fails.
 Cubin nvrtc_compile(const KernelSources& sources, const std::string& kernel,
                     const std::string& kernel_config, std::span<const std::string> options);
 

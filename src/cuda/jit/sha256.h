@@ -7,11 +7,12 @@
 
 namespace fulgur::cuda {
 
-/// SHA-256 (FIPS 180-4). What the cache returns is run: its keys and checksums must not collide.
+/// SHA-256 (FIPS 180-4). The cache returns code that is executed, so its keys and checksums must
+/// not collide.
 class Sha256 {
  public:
   Sha256& add(std::string_view bytes);
-  /// The digest in hexadecimal. Ends the hash.
+  /// The digest in hexadecimal. No data may be added after it.
   std::string hex();
 
  private:

@@ -47,7 +47,7 @@ KernelSources read_folder(const fs::path& folder) {
   return sources;
 }
 
-/// The file that a line of text includes, "" if it includes none.
+/// The file that a line of text includes; empty if it includes none.
 std::string included_by(const std::string& line) {
   constexpr const char* kBlanks = " \t";
   const size_t sign = line.find_first_not_of(kBlanks);

@@ -19,8 +19,8 @@ int64_t whole(int64_t size, int64_t tile) { return tiles_of(size, tile) * tile; 
 struct Counts {
   int64_t read = 0, written = 0;
   int64_t products = 0, exponentials = 0;
-  int64_t rescales = 0;    ///< of rows, with O
-  bool by_scores = false;  ///< rescales, and exponentials beyond these, depend on the scores
+  int64_t rescales = 0;    ///< of rows, including O
+  bool by_scores = false;  ///< whether rescales, and some exponentials, depend on the scores
   bool counts_bytes = true;
 
   Counts& operator+=(const Counts& o) {
@@ -33,10 +33,10 @@ struct Counts {
   }
 };
 
-/// A call and the tiles of its plan.
+/// A call with the tiles of its plan.
 struct Tiled {
   const Problem& p;
-  int64_t Br, Bc, d, dv;  ///< dims as computed
+  int64_t Br, Bc, d, dv;  ///< d and dv as computed, rounded up
   kernels::Band band;
 
   kernels::Lengths lengths() const {
@@ -66,7 +66,7 @@ Counts standard(const Tiled& t) {
   // The softmax reads S for the maximum, the sum and P.
   c.read += 3 * chunks * kFloat;
   c.written += chunks * t.element();
-  c.exponentials = scores + t.rows() * whole(p.sk, 256);  // of whole warps
+  c.exponentials = scores + t.rows() * whole(p.sk, 256);  // by whole warps
   if (p.pass == Pass::kForward) {
     c.written += t.rows() * kFloat;
     c += product_of(t, p.sq, p.dv, p.sk, columns(t.dv));
@@ -75,7 +75,7 @@ Counts standard(const Tiled& t) {
   }
   c += product_of(t, p.sk, p.dv, p.sq, columns(t.dv));
   c += product_of(t, p.sq, p.sk, p.dv, 128);
-  c.read += 4 * chunks * t.element();  // P and dP for D, and for dS
+  c.read += 4 * chunks * t.element();  // P and dP, once for D and once for dS
   c.written += (scores + chunks) * t.element();
   c += product_of(t, p.sq, p.d, p.sk, columns(t.d));
   c += product_of(t, p.sk, p.d, p.sq, columns(t.d));
@@ -88,7 +88,7 @@ Counts flash1(const Tiled& t, int64_t ctas) {
   const Problem& p = t.p;
   const int64_t row_tiles = tiles_of(p.sq, t.Br), slices = std::max<int64_t>(ctas / t.heads(), 1);
   const int64_t slice = tiles_of(row_tiles, slices);
-  int64_t visits = 0, rows = 0, keys = 0;  // tiles, and what exists of their Q and of K and V
+  int64_t visits = 0, rows = 0, keys = 0;  // tiles, and their existing rows of Q, and of K and V
   for (int64_t key = 0; key < p.sk; key += t.Bc) {
     const kernels::RowTiles seeing = kernels::row_tiles(
         t.band, t.lengths(), static_cast<int>(t.Br), static_cast<int>(key), static_cast<int>(t.Bc));
@@ -113,9 +113,9 @@ Counts flash1(const Tiled& t, int64_t ctas) {
   return c;
 }
 
-/// Algorithm 1 of FlashAttention-2: O, l and m stay where they are computed. K and V of a block are
-/// loaded once for its strips, which may be of `block_heads` heads of a group. A strip computes the
-/// tiles that it sees, or those `of_block`.
+/// Algorithm 1 of FlashAttention-2: O, l and m stay in registers. K and V of a block are loaded
+/// once for all of its strips, which may be of `block_heads` heads of a group. A strip computes the
+/// tiles that it sees or, with `of_block`, those that its block sees.
 Counts flash2(const Tiled& t, int block_heads, bool of_block) {
   const Problem& p = t.p;
   const int rows = static_cast<int>(p.sq),
@@ -126,7 +126,7 @@ Counts flash2(const Tiled& t, int block_heads, bool of_block) {
     return kernels::key_tiles(t.band, t.lengths(), static_cast<int>(t.Bc), first_row(first_strip),
                               std::min(first_row(last_strip) + kernels::kStripRows, rows) - 1);
   };
-  int64_t keys = 0, scores = 0;  // of these heads
+  int64_t keys = 0, scores = 0;  // of the heads of a block
   for (int block = 0; block < kernels::blocks_of(rows, block_strips, block_heads); ++block) {
     const int first = kernels::first_strip(rows, block_strips, block, block_heads);
     const int end =
@@ -148,8 +148,8 @@ Counts flash2(const Tiled& t, int block_heads, bool of_block) {
   return c;
 }
 
-/// Algorithm 4 of 2022 and 2 of FlashAttention-2: for each key block Q, dO and their statistics
-/// come, and dQ is added to. Before it D is computed and dQ cleared, after it dQ is rounded.
+/// Algorithm 4 of 2022 and 2 of FlashAttention-2: each key block reads Q, dO and their statistics,
+/// and adds to dQ. Before that, D is computed and dQ cleared; after it, dQ is rounded.
 Counts flash_backward(const Tiled& t) {
   const Problem& p = t.p;
   int64_t visits = 0, rows = 0;
@@ -161,13 +161,14 @@ Counts flash_backward(const Tiled& t) {
     rows += std::min(seeing.end * t.Br, p.sq) - seeing.begin * t.Br;
   }
   const int64_t round_threads = 128 * tiles_of(t.d, 64);
-  const int64_t sums = t.heads() * whole(p.sq, 64);  // rows of dQ in f32, and their statistics
+  const int64_t sums = t.heads() * whole(p.sq, 64);  // rows of dQ in f32 and of statistics
   const int64_t kv = p.batch * p.hk * p.sk * (p.d + p.dv);
   const bool hides = t.band.has_left || t.band.has_right || t.band.chunk > 0;
   Counts c;
   c.read = (2 * t.rows() * p.dv + kv + t.heads() * rows * (p.d + p.dv)) * t.element() +
            (t.rows() + t.heads() * visits * t.Br * 2 + sums * t.d) * kFloat;
-  if (hides) c.read += sums / 64 * round_threads * kFloat;  // whether a hidden NaN has come
+  if (hides)
+    c.read += sums / 64 * round_threads * kFloat;  // the flag whether a hidden NaN was found
   c.written = (2 * sums + sums * whole(t.d, 64) + t.heads() * visits * t.Br * t.d) * kFloat +
               (t.rows() * p.d + kv) * t.element();
   c.products = t.heads() * visits * t.Br * t.Bc * (3 * t.d + 2 * t.dv);

@@ -5,11 +5,10 @@
 
 namespace fulgur::cuda::papers {
 
-/// Adds what a call by one of the papers' algorithms moves and computes to its reasons: bytes of
-/// memory that its kernels read and write, before caches, multiplications of tensor cores, each
-/// with an addition, exponentials and rows rescaled. tests/emulator/counts_test.cpp counts them
-/// where the kernels run. Nothing is added of calls with what standard attention does not compute,
-/// nor of kernels that no paper has.
+/// Adds the counts of a call by one of the papers' algorithms to its reasons: bytes that its
+/// kernels read and write, without caches, multiply-adds of tensor cores, exponentials, and
+/// rescaled rows. tests/emulator/counts_test.cpp compares them with counts of running kernels.
+/// Calls that standard attention does not compute have no counts, nor have kernels of no paper.
 void add_counts(const Problem& problem, const Candidate& candidate, Reasons* reasons);
 
 }  // namespace fulgur::cuda::papers

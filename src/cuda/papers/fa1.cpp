@@ -16,13 +16,13 @@
 namespace fulgur::cuda::papers {
 namespace {
 
-constexpr int kReservedBytes = 1024;  // of shared memory, for the system, of each CTA
+constexpr int kReservedBytes = 1024;  // of shared memory per CTA, reserved by CUDA
 constexpr int kMaxResidents = 2;
 
 struct Fa1Plan : portable::ForwardKey {
   int shared_bytes = 0;
   int row_tiles = 0;    ///< of the longest sequence
-  int slice_tiles = 0;  ///< of a CTA
+  int slice_tiles = 0;  ///< per CTA
   int64_t heads = 0;    ///< of all sequences
 
   TileId tile() const { return {"fa1_forward", kernels::kStripRows, block_keys}; }
@@ -103,7 +103,7 @@ using Fa1Candidate = PlannedCandidate<Fa1Plan, Fa1Executable, fa1_kernels>;
 
 std::string fa1_rejects(const Problem& p) { return plain_call_rejects(p, kMaxDim); }
 
-/// Keys of a block: S of a row block stays in registers with O.
+/// Keys of a block, for which S and O of a row block fit registers.
 int block_keys_of(int dim) { return dim <= 64 ? 128 : dim <= 128 ? 64 : 32; }
 
 std::vector<Fitting<Fa1Plan>> fa1_plans(const Problem& p, const Card& card,
@@ -121,7 +121,7 @@ std::vector<Fitting<Fa1Plan>> fa1_plans(const Problem& p, const Card& card,
       std::clamp(card.sm_shared_bytes / (plan.shared_bytes + kReservedBytes), 1, kMaxResidents);
   plan.heads = p.batch * p.hq;
   plan.row_tiles = ceil_div(p.sq, kernels::kStripRows);
-  // Slices of a head that give each SM its CTAs.
+  // As many slices per head as give each SM its CTAs.
   const int64_t slices =
       p.invariant ? 1 : ceil_div(card.sms * plan.residents, std::max<int64_t>(plan.heads, 1));
   plan.slice_tiles = std::max(ceil_div(plan.row_tiles, slices), 1);

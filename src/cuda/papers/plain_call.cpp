@@ -13,7 +13,7 @@
 namespace fulgur::cuda::papers {
 namespace {
 
-/// The first tensor of a call that is no operand of attention; empty where there is none.
+/// The name of a tensor of a call other than operands of attention; empty if there is none.
 std::string besides_operands(const Problem& p) {
   std::string name;
   const auto look = [&](const TensorRule& rule, const auto&) {

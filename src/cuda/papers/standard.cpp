@@ -19,7 +19,7 @@ namespace {
 constexpr int kProductRows = 128, kProductThreads = 256, kDepthBytes = 128;
 constexpr int kRowsOfCta = 8, kSoftmaxThreads = 32 * kRowsOfCta;
 
-/// What kernel_config.h fixes of papers/product.cu.
+/// The constants of kernel_config.h of papers/product.cu.
 struct ProductKey : KernelKey {
   int columns = 128;
   bool transposed_a = false, transposed_b = false, scores = false;
@@ -41,12 +41,12 @@ struct StandardPlan : KernelKey {
   TileId tile() const { return {"standard", kProductRows, 128}; }
 };
 
-/// The products of both passes, as the papers write them.
+/// The products of both passes, named as in the papers by their results.
 enum Product { kS, kO, kDv, kDp, kDq, kDk };
 
 ProductKey product_key(const StandardPlan& plan, Product product) {
   ProductKey key;
-  if (product == kS) static_cast<KernelKey&>(key) = plan;  // its text knows the mask
+  if (product == kS) static_cast<KernelKey&>(key) = plan;  // the kernel of S applies the mask
   key.dtypes = plan.dtypes;
   key.head_dim = key.value_dim = 0;
   key.transforms_scores = false;
@@ -160,7 +160,7 @@ class StandardExecutable final : public Executable {
   }
 
  private:
-  /// A matrix of a product, and how many of its heads share one of the matrix.
+  /// A matrix of a product, and how many heads of the product use the same head of the matrix.
   struct Matrix {
     StridedTensor at;
     int64_t group = 1;
@@ -202,12 +202,12 @@ class StandardExecutable final : public Executable {
     matrix.group = p_.group();
     return matrix;
   }
-  /// S, or dP and dS.
+  /// The matrix of S, or of dP and dS.
   Matrix matrix(char* memory) const {
     const int64_t head = p_.sq * row_stride(p_);
     return {{memory, p_.hq * head, row_stride(p_), head}};
   }
-  /// P, whose rows are as far apart as those of S.
+  /// The matrix of P, which has the row stride of S.
   Matrix in_place_of_s(char* memory) const {
     Matrix p = matrix(memory);
     const auto ratio = static_cast<int64_t>(sizeof(float)) / size_of(p_.dtypes.q);
@@ -217,7 +217,7 @@ class StandardExecutable final : public Executable {
     return p;
   }
 
-  /// C = scale A B. A head of C is a sum over the q heads that share it.
+  /// C = scale A B. A head of C is the sum over the q heads that use it.
   void multiply(Product product, CUstream stream, const Matrix& a, const Matrix& b, const Matrix& c,
                 int64_t m, int64_t n, int64_t depth, double scale) const {
     ProductParams params{};

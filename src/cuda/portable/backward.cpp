@@ -10,7 +10,7 @@
 namespace fulgur::cuda::portable {
 namespace {
 
-/// Whether round.cu rounds dQ, or repairs dK and dV.
+/// Whether a plan launches round.cu, which rounds dQ and repairs dK and dV.
 bool has_round_kernel(const BackwardPlan& plan) { return plan.accumulates_dq() || plan.repairs(); }
 
 /// The tensors that kernels copy to shared memory.
@@ -19,13 +19,13 @@ constexpr StridedTensor BackwardParams::*kInputs[] = {&BackwardParams::q, &Backw
 
 KernelUse keys_kernel(const BackwardPlan& plan) {
   BackwardKey key = plan;
-  key.has_dlse = false;  // the kernel that prepares rows knows of it
+  key.has_dlse = false;  // only the kernel that prepares rows depends on it
   const char* const source =
       plan.roles == 1 ? "portable/backward/keys.cu" : "portable/backward/keys_wide.cu";
   return {{source, kernel_config(key)}, "fulgur_portable_backward", plan.shared_bytes};
 }
 
-/// dK and dV of splits.
+/// The kernel that adds dK and dV of splits.
 KernelUse reduce_kernel(const BackwardPlan& plan) {
   BackwardKey key;
   static_cast<AnyBackwardKey&>(key) = reduce_key(plan);
@@ -33,7 +33,7 @@ KernelUse reduce_kernel(const BackwardPlan& plan) {
   return {{"portable/backward/reduce.cu", kernel_config(key)}, "fulgur_portable_reduce", 0};
 }
 
-/// Of kernels whose tiles are 64 queries and 64 keys, whatever those of the kernel by keys are.
+/// The key of kernels with tiles of 64 queries and 64 keys, whatever tiles the kernel by keys has.
 BackwardKey key_of_tiles(const BackwardPlan& plan) {
   BackwardKey key;
   static_cast<KernelKey&>(key) = plan;
@@ -98,7 +98,7 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
                  plan_.shared_bytes, "launching the backward kernel by keys");
   }
   if (reduce_ != nullptr) {
-    constexpr int kThreads = 256, kBlocks = 8, kMaxGridY = 65535;  // blocks an SM
+    constexpr int kThreads = 256, kBlocks = 8, kMaxGridY = 65535;  // kBlocks: CTAs per SM
     const int heads = std::clamp(p.batch * (p.hq / p.group), 1, kMaxGridY);
     cuda::launch(stream, reduce_, &p, {ceil_div(kBlocks * gpu_.sms(), heads), heads}, kThreads, 0,
                  "launching the kernel that reduces dK and dV");

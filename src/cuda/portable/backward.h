@@ -11,7 +11,7 @@ namespace fulgur::cuda::portable {
 /// The kernels that a plan launches, the kernel by keys first.
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan);
 
-/// The host's half of portable/backward/keys.cu: a plan with its compiled kernels on a device.
+/// The host half of portable/backward/keys.cu: a plan with its compiled kernels on a device.
 class BackwardExecutable final : public BackwardPassExecutable {
  public:
   BackwardExecutable(const Problem& problem, Gpu& gpu, const BackwardPlan& plan,
@@ -30,7 +30,8 @@ using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, bac
 
 /// The kernels of portable/backward/.
 const Family& backward_family();
-/// Those for calls with expressions alone, on devices whose other calls are another family's.
+/// The same kernels for calls with expressions only, on devices where another family computes all
+/// other calls.
 const Family& backward_family_of_expressions();
 
 }  // namespace fulgur::cuda::portable

@@ -7,15 +7,15 @@
 
 namespace fulgur::cuda::portable {
 
-/// What kernel_config.h fixes at compile time of portable/backward/keys.cu and keys_wide.cu.
+/// The constants of kernel_config.h of portable/backward/keys.cu and keys_wide.cu.
 struct BackwardKey : AnyBackwardKey {
   int warps = 0;
-  int roles = 0;                 ///< 2: half of the warps compute P and dV, half dS and dK
+  int roles = 0;                 ///< 2: half of the warps compute P and dV, the others dS and dK
   int stages = 0;                ///< buffers of Q and dO
   int ds_stages = 0;             ///< buffers of P and dS
-  bool whole_columns = false;    ///< d and dv are head_dim and value_dim
-  bool stores_matrices = false;  ///< P and dS are stored by matrices
-  bool whole_heads = false;      ///< a CTA has all key blocks of a kv head (FlashAttention)
+  bool whole_columns = false;    ///< d = head_dim and dv = value_dim: no columns are padded
+  bool stores_matrices = false;  ///< P and dS are stored by stmatrix
+  bool whole_heads = false;      ///< a CTA computes all key blocks of a kv head (FlashAttention)
   bool splits_heads = false;     ///< several CTAs share the q heads of a key block
   bool dk_first = false;         ///< with two roles: dK of a step comes before its dQ
 
@@ -35,8 +35,8 @@ struct BackwardKey : AnyBackwardKey {
   bool operator==(const BackwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
   int threads() const { return 32 * warps; }
-  /// The kernel by keys computes 2^p_log2 P: as f16, in which P passes from role to role, that is a
-  /// normal number for P from 2^-26 on.
+  /// The kernel by keys computes 2^p_log2 P. Warps of one role pass P to the other role as f16, in
+  /// which 2^12 P is a normal number for P >= 2^-26.
   double p_log2() const { return roles == 2 && dtypes.out == DType::kBF16 ? 12 : 0; }
   kernels::PortableBackwardLayout layout() const {
     return kernels::portable_backward_layout(
@@ -47,7 +47,7 @@ struct BackwardKey : AnyBackwardKey {
 /// Every decision about a backward pass by portable/backward/keys.cu.
 struct BackwardPlan : BackwardKey, AnyBackwardPlan {
   int shared_bytes = 0;
-  kernels::BlockSchedule key_blocks{};  ///< a CTA for each, or for all of a kv head
+  kernels::BlockSchedule key_blocks{};  ///< each has a CTA, or all of a kv head have one
   bool operator==(const BackwardPlan&) const = default;
 
   TileId tile() const;

@@ -7,19 +7,19 @@
 namespace fulgur::cuda::portable {
 namespace {
 
-constexpr double kAddedBytes = 14;  // to dq_accum, of an SM, a clock
+constexpr double kAddedBytes = 14;  // to dq_accum, per SM and clock
 
-// Instructions of a score besides its products, by the compiled kernels: P and dS alone, and what
-// softcap, ALiBi, a dense bias or dropout add.
+// Instructions per score without its products, counted in compiled kernels: P and dS alone, and
+// what softcap or ALiBi, a dense bias, or dropout add.
 constexpr double kGradients = 9, kOfTransform = 8, kOfBias = 12, kOfDropout = 14;
 
 constexpr double kBarrierCycles = 120;  // of each barrier of a step
-constexpr double kBlockCycles = 4000;   // K and V on their way in, dK and dV on their way out
-constexpr double kWaitForOrder = 1.08;  // where key blocks add in order
+constexpr double kBlockCycles = 4000;   // loads of K and V, stores of dK and dV
+constexpr double kWaitForOrder = 1.08;  // factor of key blocks that add dQ in order
 constexpr double kReduceLaunchCycles = 6000;
-constexpr double kReduceBytes = 10;  // for each element of a partial dK or dV
+constexpr double kReduceBytes = 10;  // per element of partial dK and dV
 
-/// Cycles of a CTA at a step.
+/// Cycles of a CTA in a step.
 double step_cycles(const BackwardPlan& plan, const Card& card) {
   const double rows = plan.block_rows, keys = plan.block_keys, scores = rows * keys;
   const double d = plan.head_dim, dv = plan.value_dim;
@@ -28,9 +28,9 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
   const double products = 2 * scores * (3 * d + 2 * dv) / card.mma_rate;
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;
-  // K and V by the two warps of a role that have the same keys; Q and dO by the key warps of a role
-  // for scores, and, half of the columns by each of its warps, for gradients; K for dQ by two
-  // groups of rows, dS by each group of columns.
+  // Bytes read from shared memory: K and V by the two warps of a role that have the same keys; Q
+  // and dO by the key warps of a role for scores and, by each of its warps half of the columns, for
+  // gradients; for dQ, K by two groups of rows, and dS by each group of columns.
   const double groups = plan.warps / 2.0, key_warps = groups / plan.roles;
   const double bytes = 2 * (2 * keys * (2 * d + dv) + key_warps * rows * 2 * (d + dv)) +
                        2 * scores * (2 + 2 + groups);
@@ -42,7 +42,7 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
   return longest + kNotHidden * others + kBarrierCycles * barriers;
 }
 
-/// Cycles in which partial dK and dV of splits are written, and a kernel adds them.
+/// Cycles to write partial dK and dV of splits, and to add them by another kernel.
 double reduce_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
   if (!plan.reduces()) return 0;
   const auto elements = static_cast<double>(p.batch * p.hk * plan.splits * p.sk * (p.d + p.dv));

@@ -25,26 +25,26 @@ constexpr BackwardTile kBackwardTiles[] = {
     {192, 256, 64, 64, 8, 2, true}, {192, 256, 32, 64, 8, 2, true}, {192, 256, 32, 32, 4, 2, true},
 };
 constexpr int kMaxStages = 3;
-constexpr int kFewKeyBlocks = 2;   // an SM: with four splits were 1 to 4% slower
-constexpr int kOrderedBlocks = 8;  // an SM and section, where they add in order
-// Key blocks of a head of which enough run at the same time then.
+constexpr int kFewKeyBlocks = 2;   // per SM: with four, splits were 1 to 4% slower
+constexpr int kOrderedBlocks = 8;  // per SM and section, if they add dQ in order
+// So many key blocks of a head suffice to run at the same time then.
 constexpr int kLongHead = 64;
-// An SM: with fewer the longest ones, which come last, leave more SMs idle at the end than is won.
+// Per SM: with fewer, descending order loses, as the longest blocks end last and leave SMs idle.
 constexpr int kManyKeyBlocks = 12;
 
-/// Bits that no order of additions changes are wanted where calls are deterministic, and where they
-/// do not depend on the batch. Of whole heads one CTA adds, in order.
+/// How dQ is added. Deterministic and invariant calls need a fixed order of additions, which
+/// kOrdered has; with whole heads one CTA adds in order anyway.
 DqMethod method_of(const Problem& p, bool whole_heads) {
   if (!p.wants_dq()) return DqMethod::kNone;
   const bool ordered = (p.deterministic || p.invariant) && !whole_heads;
   return ordered ? DqMethod::kOrdered : DqMethod::kAtomic;
 }
 
-/// What the problem and the card fix for every tile.
+/// The decisions that are the same for every tile.
 BackwardPlan plan_of(const Problem& p, const Card& card) {
   BackwardPlan plan;
   set_problem(p, plan, plan);
-  plan.copies_bias.clear();  // its elements are read where they lie
+  plan.copies_bias.clear();  // kernels read its elements from memory directly
   plan.whole_heads = p.algorithm == Algorithm::kFa1;
   plan.dq_method = method_of(p, plan.whole_heads);
   plan.dq_parts = plan.dq_method == DqMethod::kOrdered ? 1 : 0;
@@ -57,18 +57,19 @@ BackwardPlan plan_of(const Problem& p, const Card& card) {
   return plan;
 }
 
-/// Heads of a section begin and end together, so that L2 holds their rows: as many as give each SM
-/// a key block. Where key blocks add in order, so many that few of a head run at the same time and
-/// wait for each other. With two roles, whose blocks add more for their products, fewer: under a
-/// full mask blocks wait once, and with a right bound, where the last blocks are short and wait
-/// longest, none waits if they descend (portable/backward/tile.cuh).
+/// The order of key blocks. The heads of a section begin and end together, so that L2 holds their
+/// rows: a section has as many heads as give each SM a key block. If key blocks add dQ in order, it
+/// has so many that few blocks of a head run at the same time and wait for each other. It has fewer
+/// with two roles, whose blocks add more often for their products: without a mask blocks wait only
+/// once; with a right bound the last blocks are short and would wait longest, but in descending
+/// order no block waits (portable/backward/tile.cuh).
 kernels::BlockSchedule schedule(const Problem& p, const BackwardPlan& plan, int sms) {
   kernels::BlockSchedule blocks{};
   blocks.blocks = ceil_div(p.sk, plan.block_keys);
   blocks.batch_heads = static_cast<int>(p.batch * p.hk) * plan.splits;
   const bool ordered = plan.dq_method == DqMethod::kOrdered, wide = plan.roles == 2;
   const bool many = int64_t{blocks.blocks} * blocks.batch_heads >= int64_t{kManyKeyBlocks} * sms;
-  // The order of an invariant call may not depend on the batch.
+  // The order of additions of an invariant call must not depend on the batch.
   const bool descends = ordered && wide && plan.has_right && !plan.maps_tiles && !p.invariant &&
                         many && blocks.blocks < kLongHead;
   blocks.order = descends ? kernels::kDescending : kernels::kAscending;
@@ -79,8 +80,8 @@ kernels::BlockSchedule schedule(const Problem& p, const BackwardPlan& plan, int 
   return blocks;
 }
 
-/// As many buffers as fit; false where one does not. With one role there are two of P and dS where
-/// there are three of Q and dO.
+/// Sets the number of buffers to the maximum that fits shared memory. Returns false if not even one
+/// fits. With one role there are two buffers of P and dS if there are three of Q and dO.
 bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   for (plan.stages = kMaxStages; plan.stages > 0; --plan.stages) {
     const bool two = plan.roles == 2 || plan.stages == kMaxStages;
@@ -95,7 +96,7 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   return false;
 }
 
-/// Cycles by which tiles are compared.
+/// The predicted cycles by which tiles are compared.
 double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
   if (!p.invariant) return predicted_cycles(plan, p, card);
   const Problem sequences = long_sequences(p, card.sms);
@@ -104,10 +105,10 @@ double predict(const BackwardPlan& plan, const Problem& p, const Card& card) {
   return predicted_cycles(other, sequences, card);
 }
 
-/// Divides the q heads of a group among as many CTAs as make the call shortest, where there are few
-/// kv heads and keys. Of invariant calls one CTA has all of them: the order of a sum over splits,
-/// and with it its last bits, would depend on the batch. Returns the cycles. They do not depend on
-/// which gradients are wanted: those of an invariant call pick the tile, and so the bits.
+/// Divides the q heads of a group among several CTAs if there are few kv heads and keys, so that
+/// the call is fastest. In invariant calls one CTA computes all q heads, because the order of a sum
+/// over splits, and with it its last bits, would depend on the batch. Returns the predicted cycles,
+/// which do not depend on the requested gradients: they decide the tile, and with it bits.
 double divide_heads(BackwardPlan& plan, const Problem& p, const Card& card) {
   plan.key_blocks = schedule(p, plan, card.sms);
   double cycles = predict(plan, p, card);
@@ -130,8 +131,9 @@ double divide_heads(BackwardPlan& plan, const Problem& p, const Card& card) {
   return cycles;
 }
 
-/// Above d 192, where more than a few key blocks of a head follow each other through its steps, it
-/// is faster that both roles add to dQ at the end of a step; with several q heads in between not.
+/// Whether dK of a step is computed before dQ, so that both roles add to dQ at the end of a step.
+/// It is faster above d 192 if many key blocks of a head compute the same steps one after the
+/// other, but not with several q heads.
 bool dk_comes_first(const BackwardPlan& plan) {
   return plan.dq_method == DqMethod::kOrdered && plan.roles == 2 && plan.has_right &&
          std::max(plan.head_dim, plan.value_dim) > 192 && plan.split_heads == 1 &&

@@ -9,13 +9,13 @@
 
 namespace fulgur::cuda::portable {
 
-/// Where things begin in the workspace, in bytes.
+/// Offsets in the workspace, in bytes.
 struct BackwardWorkspace : AnyBackwardWorkspace {
-  int64_t tensor_sums = 0;  ///< of gradients of the tensors of expressions
+  int64_t tensor_sums = 0;  ///< sums for the gradients of tensors of expressions
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 
-/// A plan for every tile that fits. `rejected` takes the others and why.
+/// A plan for every tile that fits. Adds the reasons of other tiles to `rejected`.
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& problem, const Card& card,
                                                        std::vector<std::string>* rejected);
 

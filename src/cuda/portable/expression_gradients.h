@@ -15,7 +15,7 @@ namespace fulgur::cuda::portable {
 /// queries and 64 keys.
 std::vector<KernelUse> expression_gradient_kernels(const BackwardKey& key);
 
-/// Their launches, if any gradient is wanted.
+/// Launches these kernels, if any gradient is requested.
 class ExpressionGradients {
  public:
   ExpressionGradients() = default;
@@ -24,7 +24,7 @@ class ExpressionGradients {
   /// Bytes of the sums in a workspace.
   static int64_t bytes(const Problem& problem);
 
-  /// Puts them on the stream; `params`: of the call; `sums`: their part of the workspace.
+  /// Launches the kernels. `params`: of the call; `sums`: the sums in the workspace.
   void launch(CUstream stream, BackwardParams params, const BackwardArgs& args, char* sums) const;
 
  private:

@@ -9,10 +9,10 @@
 
 namespace fulgur::cuda::portable {
 
-/// What a plan launches: the forward kernel first, if there is work, then those with it.
+/// The kernels of a plan: first the forward kernel, if there is work.
 std::vector<KernelUse> forward_kernels(const ForwardPlan& plan);
 
-/// The host's half of portable/forward/forward.cu: a plan with its compiled kernels on a device.
+/// The host half of portable/forward/forward.cu: a plan with its compiled kernels on a device.
 class ForwardExecutable final : public ForwardPassExecutable {
  public:
   ForwardExecutable(const Problem& problem, Gpu& gpu, const ForwardPlan& plan,
@@ -23,9 +23,9 @@ class ForwardExecutable final : public ForwardPassExecutable {
 
   ForwardPlan plan_;
   TileMap map_;
-  int64_t map_at_ = 0;  ///< where in the workspace
+  int64_t map_at_ = 0;  ///< offset in the workspace
   CUfunction kernel_ = nullptr;
-  PortableForwardParams params_{};  ///< what every run has in common
+  PortableForwardParams params_{};  ///< the arguments that are the same in every run
 };
 
 using ForwardCandidate = PlannedCandidate<ForwardPlan, ForwardExecutable, forward_kernels>;

@@ -11,18 +11,18 @@
 
 namespace fulgur::cuda::portable {
 
-/// What kernel_config.h fixes at compile time.
+/// The constants of kernel_config.h.
 struct ForwardKey : AnyForwardKey {
-  int strips = 0;       ///< of 64 rows, of a CTA
-  int warp_strips = 0;  ///< that four warps share: of each strip a warp has 16 rows
+  int strips = 0;       ///< strips of 64 rows per CTA
+  int warp_strips = 0;  ///< strips per four warps: a warp has 16 rows of each
   int block_keys = 0;   ///< Bc
   int stages = 0;       ///< buffers of K and V
   bool q_in_registers = false;
-  int q_kept = 0;              ///< steps of 16 columns of Q in registers besides shared memory
-  int residents = 1;           ///< CTAs that an SM has room for
-  bool whole_columns = false;  ///< d and dv are head_dim and value_dim
+  int q_kept = 0;              ///< steps of 16 columns of Q that are kept in registers, too
+  int residents = 1;           ///< CTAs that fit an SM
+  bool whole_columns = false;  ///< d = head_dim and dv = value_dim: no columns are padded
   bool dropout = false;
-  /// How O leaves, as attention/output.cuh numbers it.
+  /// How O is stored, as numbered in attention/output.cuh.
   enum class Store : uint8_t { kRows = 1, kElements = 2 };
   Store store = Store::kRows;
 
@@ -55,7 +55,7 @@ struct ForwardPlan : ForwardKey {
   std::string copies_q, copies_k, copies_v;
   bool operator==(const ForwardPlan&) const = default;
 
-  /// "portable_wide": its warps have 32 rows.
+  /// Tiles whose warps have 32 rows are named "portable_wide".
   TileId tile() const {
     return {warp_strips > 1 ? "portable_wide" : "portable_forward", block_rows(), block_keys};
   }

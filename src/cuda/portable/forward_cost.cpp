@@ -8,21 +8,21 @@
 namespace fulgur::cuda::portable {
 namespace {
 
-constexpr double kL2Bytes = 40;        // of an SM, a clock
-constexpr double kMemoryShare = 0.85;  // of what the memory gives
+constexpr double kL2Bytes = 40;           // per SM and clock
+constexpr double kMemoryFraction = 0.85;  // of the memory bandwidth
 
-// Instructions of a score besides its product, by the compiled kernels: softmax alone, and what
-// softcap, ALiBi, a dense bias or dropout add.
+// Instructions per score without its products, counted in compiled kernels: softmax alone, and what
+// softcap or ALiBi, a dense bias, or dropout add.
 constexpr double kSoftmax = 6.2, kTransform = 6, kBias = 12, kDropout = 12;
 
 // Fitted to an H200, d 64 to 256, within 8%.
 constexpr double kTileCycles = 150;  // barriers of a key tile, and waits for the first fragments
-constexpr double kEndCycles = 2500;  // Q on its way in, O on its way out
+constexpr double kEndCycles = 2500;  // load of Q, store of O
 
-/// Cycles of four warps, one for each scheduler, at a key tile.
+/// Cycles of four warps, one per scheduler, for a key tile.
 struct KeyTile {
-  double busy;   ///< of an SM's units, which other warps keep busy as well
-  double chain;  ///< from one to the next of the same warps
+  double busy;   ///< in which they occupy units of the SM, which other warps also need
+  double chain;  ///< latency from one key tile to the next of the same warps
 };
 
 KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
@@ -33,7 +33,7 @@ KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
   const double products = 2 * scores * dims / card.mma_rate;
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;
-  const double keys = 4.0 * plan.block_keys * dims * 2;  // by each of the warps
+  const double keys = 4.0 * plan.block_keys * dims * 2;  // bytes of K and V, read by each warp
   const double q = plan.q_in_registers ? 0 : 64.0 * plan.warp_strips * plan.head_dim * 2;
   const double shared = (keys + q) / kSharedBytes;
   const double copies = plan.block_keys * dims * 2.0 * plan.warp_strips / plan.strips / kL2Bytes;
@@ -46,7 +46,7 @@ KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
 
 double predicted_cycles(const ForwardPlan& plan, const Problem& p, const Card& card) {
   const KeyTile tile = key_tile_of(plan, card);
-  const double warps = plan.strips / plan.warp_strips;  // of a CTA, for each scheduler
+  const double warps = plan.strips / plan.warp_strips;  // of a CTA, per scheduler
   const double steady = std::max(tile.busy, tile.chain / (warps * plan.residents)) * warps;
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
   const kernels::Band band = band_of(plan, p);
@@ -65,7 +65,7 @@ double predicted_cycles(const ForwardPlan& plan, const Problem& p, const Card& c
   }
   const double keys = static_cast<double>(p.packed_k ? p.total_k : p.batch * p.sk);
   const double reading =
-      keys * static_cast<double>(p.key_bytes()) / (kMemoryShare * card.bytes_per_cycle);
+      keys * static_cast<double>(p.key_bytes()) / (kMemoryFraction * card.bytes_per_cycle);
   return std::max({longest_chain, all * plan.work.heads / card.sms + longest_chain / 4, reading});
 }
 

@@ -4,8 +4,8 @@
 
 namespace fulgur::cuda::portable {
 
-/// Predicts the cycles of a plan on a card from constants of its SMs alone: the rate of mma.sync,
-/// lanes of f32, exponentials and bytes of shared memory and of L2 a clock.
+/// Predicts the cycles of a plan on a card from rates of its SMs alone: mma.sync, f32 instructions,
+/// exponentials, and bytes of shared memory and of L2.
 double predicted_cycles(const ForwardPlan& plan, const Problem& problem, const Card& card);
 
 }  // namespace fulgur::cuda::portable

@@ -14,12 +14,13 @@ namespace {
 
 using kernels::Work;
 
-/// Tiles for d and dv above above_dim, up to max_dim. The compiler keeps S, O and P of a warp in
-/// registers whatever the other options; with more keys or dims it would spill.
+/// A tile for above_dim < max(d, dv) <= max_dim. The compiler keeps S, O and P of a warp in
+/// registers with all options of `scores`; with more keys or dims it would spill.
 struct Tile {
-  /// kCrowded: plain, where something else takes registers (is_crowded); kCrowdedPacked: and
-  /// sequences are packed, with a bound of keys on the left. kBiasedCrowded, kAllCrowded: a bias,
-  /// and dropout besides, from compute capability 10.0 on.
+  /// What the kernel computes with scores (scores_of). kCrowded: only the softmax, but other
+  /// options need registers; kCrowdedPacked: sequences are packed, with a left bound.
+  /// kBiasedCrowded and kAllCrowded: a bias, or a bias and dropout, from compute capability 10.0
+  /// on.
   enum Scores {
     kPlain = 1,
     kCrowded = 2,
@@ -35,7 +36,7 @@ struct Tile {
   int strips, warp_strips, block_keys, stages;
   bool q_in_registers;
   int residents;
-  int scores;  ///< what its scores may be besides products
+  int scores;  ///< the Scores that it may compute
   int q_kept = 0;
 };
 constexpr int kUntransformed = Tile::kPlain | Tile::kCrowded | Tile::kCrowdedPacked;
@@ -60,13 +61,14 @@ constexpr Tile kTiles[] = {
     {192, 256, 1, 1, 32, 1, false, 2, kAny},
 };
 
-// From here on loads of 16 rows a warp from shared memory take as long as their products.
+// The mma.sync rate from which on warps of 16 rows are limited by loads from shared memory.
 constexpr int kFastRate = 2048;
-constexpr int kAnyBlockKeys = 64;     // alignment does not depend on it
-constexpr int kReservedBytes = 1024;  // of shared memory, for the system, of each CTA
-constexpr int kMaxSectionBlocks = 4;  // of the last section, for each SM
+constexpr int kAnyBlockKeys =
+    64;  // for shapes whose alignment is checked, which does not depend on it
+constexpr int kReservedBytes = 1024;  // of shared memory per CTA, reserved by CUDA
+constexpr int kMaxSectionBlocks = 4;  // of the last section, per SM
 
-/// What the problem fixes for every tile.
+/// The decisions that are the same for every tile.
 ForwardPlan common(const Problem& p) {
   ForwardPlan plan;
   static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
@@ -84,9 +86,8 @@ ForwardPlan common(const Problem& p) {
   return plan;
 }
 
-/// What the scores of a problem are besides products. What takes the registers that the widest
-/// plain tile would need: a bound of keys on the left, lengths of q, a tree mask, and ptxas from
-/// compute capability 10.0 on, whatever the options.
+/// The Tile::Scores of a problem. Registers that the widest plain tile would need are used by: a
+/// left bound, lengths of q, a tree mask and, from compute capability 10.0 on, any code of ptxas.
 int scores_of(const Problem& p, const Card& card) {
   const AnyForwardKey key = any_forward_key(p);
   const bool crowds = card.target.capability >= 100, dropped = p.dropout_p > 0;
@@ -100,9 +101,9 @@ int scores_of(const Problem& p, const Card& card) {
   return crowds || key.has_left || key.seqused_q || key.tree ? Tile::kCrowded : Tile::kPlain;
 }
 
-/// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
-/// that K and V come to L2 once; the last one is long enough to leave the SMs with short blocks at
-/// the end.
+/// Divides the heads into sections, in which row blocks are the outer loop. Most sections are one
+/// kv head, so that K and V are loaded to L2 once. The last section has so many heads that the
+/// blocks at its end, which are short under a band, fill all SMs.
 void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.strips);
@@ -116,7 +117,7 @@ void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
   work.q_tiles = work.first_split = work.end_split = kernels::blocks_of(work);
 }
 
-/// Cycles by which tiles are compared.
+/// The predicted cycles by which tiles are compared.
 double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   divide_heads(plan, p, card.sms);
   if (!p.invariant) return predicted_cycles(plan, p, card);
@@ -163,7 +164,7 @@ std::string forward_rejects(const Problem& p) {
       return fmt::format("{} {}", name, why);
     }
   }
-  // Doubles, as with no rows of q there may be any number of its heads.
+  // Products of doubles cannot overflow: without rows of q it may have any number of heads.
   const int64_t blocks = std::max<int64_t>(kernels::strips_of(static_cast<int>(p.sq)), 1);
   const double heads = static_cast<double>(p.batch) * static_cast<double>(p.hq);
   if (heads * static_cast<double>(blocks) > std::numeric_limits<int>::max()) {
@@ -186,7 +187,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
     t.plan.block_keys = tile.block_keys;
     t.plan.stages = tile.stages;
     t.plan.q_in_registers = tile.q_in_registers;
-    t.plan.q_kept = p.cache.paged() ? 0 : tile.q_kept;  // whose addresses take registers
+    t.plan.q_kept = p.cache.paged() ? 0 : tile.q_kept;  // addresses of pages need these registers
     t.plan.shared_bytes = t.plan.layout().bytes;
     if (t.plan.shared_bytes > card.shared_bytes) {
       rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
@@ -195,11 +196,11 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
       continue;
     }
     const int fit = card.sm_shared_bytes / (t.plan.shared_bytes + kReservedBytes);
-    if (tile.warp_strips > 1) {  // of wide tiles the one with the most keys
+    if (tile.warp_strips > 1) {  // only the wide tile with the largest Bc is a candidate
       if (wide || fit < tile.residents) {
         rejected->push_back(fmt::format(
             "tile {}: {}", t.plan.tile().text(),
-            wide ? "another wide one has more keys" : "an SM has no room for two of its CTAs"));
+            wide ? "another wide one has more keys" : "two of its CTAs do not fit an SM"));
         continue;
       }
       wide = true;
@@ -217,7 +218,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
 Explanation describe(const ForwardPlan& plan) {
   const Work& work = plan.work;
   Explanation e;
-  // A strip of rows is computed alone: blocks of several may begin at any of them.
+  // Br of the explanation is a strip: each is computed alone, and blocks begin at any strip.
   e.Br = kernels::kStripRows;
   e.Bc = plan.block_keys;
   const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };

@@ -12,17 +12,17 @@
 
 namespace fulgur::cuda::portable {
 
-/// Where things begin in the workspace, in bytes.
+/// Offsets in the workspace, in bytes.
 struct ForwardWorkspace : CallWorkspace {
-  std::array<int64_t, 3> copies{};  ///< of q, k and v
+  std::array<int64_t, 3> copies{};  ///< copies of q, k and v
 };
 ForwardWorkspace workspace_of(const Problem& problem, const ForwardPlan& plan);
 
-/// Why portable/forward/forward.cu does not compute a problem, and what it does compute; empty when
-/// it does.
+/// Why portable/forward/forward.cu does not compute a problem, and what it computes; empty if it
+/// computes it.
 std::string forward_rejects(const Problem& problem);
 
-/// A plan for every tile that fits. `rejected` takes the others and why.
+/// A plan for every tile that fits. Adds the reasons of other tiles to `rejected`.
 std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& problem, const Card& card,
                                                      std::vector<std::string>* rejected);
 

@@ -10,7 +10,7 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
-/// The maps of the inputs.
+/// The tensor maps of the inputs.
 constexpr TensorMapBlob BackwardParams::*kMaps[] = {
     &BackwardParams::q_map, &BackwardParams::k_map, &BackwardParams::v_map,
     &BackwardParams::dout_map, &BackwardParams::bias_map};
@@ -19,9 +19,9 @@ constexpr int kRowsThreads = 384, kRepairThreads = 256, kReduceColumns = 32;
 constexpr int kMaxGridY = 65535;
 constexpr int kBiasGradientRows = 128, kBiasGradientThreads = 384;
 
-// The key of each kernel has only the fields that its text depends on, so that plans that differ in
-// others share the kernel. Some kernels see only how many lanes or panels the columns of a row
-// take.
+// The key of a kernel has only the fields that its text depends on, so that plans that differ in
+// other fields share the kernel. Some kernels depend on d only by the number of lanes or panels of
+// a row.
 
 constexpr int kWarpColumns = 32;
 
@@ -60,7 +60,7 @@ KernelUse repair_kernel(const BackwardPlan& plan) {
   return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
 }
 
-/// Its tiles are 128 queries and 64 keys, whatever those of the kernel by keys are.
+/// Its tiles have 128 queries and 64 keys, whatever tiles the kernel by keys has.
 BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
   if (!plan.dbias) return {};
   BackwardKey key;
@@ -124,7 +124,8 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
   p.first_parts = reinterpret_cast<int*>(workspace + at_.first_parts);
   for (size_t i = 0; i < inputs_.size(); ++i) {
     const TensorShape& shape = inputs_[i].shape;
-    // Empty tensors are never read, but their maps must be valid: they describe the workspace.
+    // Empty tensors are never read, but their tensor maps must be valid: they point to the
+    // workspace.
     place(shape, shape.empty() ? workspace : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
   }
   return p;
@@ -133,8 +134,8 @@ BackwardParams BackwardExecutable::params(const BackwardArgs& args, const Run& r
 void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* workspace) const {
   const auto stream = static_cast<CUstream>(run.stream);
   BackwardParams p = params(args, run, workspace);
-  // The first kernel sets semaphores by the order of key blocks. It starts after everything that is
-  // on the stream, so that all kernels see the inputs; each other one starts early.
+  // The first kernel sets semaphores by the order of key blocks. It starts after all earlier work
+  // of the stream, so that all kernels see the inputs; the other kernels start early.
   if (!plan_.waves.empty()) p.key_blocks = plan_.waves.front().key_blocks;
   launch_map(stream, workspace, p);
   row_kernels_.launch_first(stream, p);

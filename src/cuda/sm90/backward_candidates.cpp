@@ -16,48 +16,48 @@ namespace {
 
 constexpr int kMaxStages = 6;
 
-/// A way to compute the backward pass: each is tried for every problem.
+/// A variant of the kernels. Each is tried for every problem.
 struct Form {
   DqMethod dq_method;
   int consumers;
-  bool mask_bits = false;  ///< takes a bool mask as bits
+  bool mask_bits = false;  ///< a bool mask is read as bits
 };
 constexpr Form kForms[] = {{DqMethod::kAtomic, 2},        {DqMethod::kOrdered, 2},
                            {DqMethod::kStored, 2},        {DqMethod::kNone, 2},
                            {DqMethod::kAtomic, 1},        {DqMethod::kAtomic, 2, true},
                            {DqMethod::kOrdered, 2, true}, {DqMethod::kStored, 2, true}};
 
-/// Whether dK and dV of 64 keys need a warpgroup each: the registers of one do not hold both, the
-/// derivatives of scores, and P without dropped entries.
+/// Whether dK and dV of 64 keys need a warpgroup each, because the registers of one cannot hold
+/// both with the derivatives of scores, or with P before dropout.
 bool needs_wide(const BackwardPlan& plan) {
   if (plan.has_score_slope() && plan.dropout) return std::max(plan.head_dim, plan.value_dim) > 96;
-  const bool large_bias = plan.bias == 1 + kernels::kF32;  // its tiles leave no shared memory
+  const bool large_bias = plan.bias == 1 + kernels::kF32;  // its tiles need the shared memory
   const bool fewer = plan.has_score_slope() || plan.dropout || large_bias;
   return plan.head_dim > (fewer ? 128 : 192) || plan.value_dim > 128;
 }
 
-/// The largest d and dv for which a warpgroup holds dK and dV if another one computes dQ.
+/// The maximum of d and dv for which a warpgroup can hold dK and dV while another one computes dQ.
 int max_accumulated_dim(const BackwardPlan& plan) {
   return plan.has_score_slope() ? 64 : plan.dropout ? 96 : 128;
 }
 
-/// Whether each SM has at most one key block of so many keys.
+/// Whether each SM has at most one key block of `block_keys` keys.
 bool one_round(const Problem& p, int block_keys, int sms) {
   return p.batch * p.hk * ceil_div(p.sk, block_keys) <= sms;
 }
 
-/// Whether one warpgroup with 64 keys a CTA is worth trying instead of two with 128: twice as many
-/// SMs have work, each for half of the time, but dQ is added twice as often. It was measured up to
-/// so many rows, and loses if keys meet several q heads.
+/// Whether CTAs of one warpgroup with 64 keys may be faster than CTAs of two with 128: twice as
+/// many SMs have work, each for half of the time, but dQ is added twice as often. Measured up to so
+/// many rows; slower if a kv head has several q heads.
 bool is_short(const Problem& p, int sms) {
   constexpr int64_t kMaxShortRows = 1024;
   return p.sq <= kMaxShortRows && p.group() == 1 && one_round(p, 64, sms);
 }
 
-/// Whether the kernel by keys rounds dQ, too: where each CTA has one key block, so that all of a
-/// head run at the same time, and each row is seen, so that some key block completes it. Additions
-/// are then counted, which takes longer than they do: it was measured as faster where each CTA has
-/// few.
+/// Whether the kernel by keys also rounds dQ: if each CTA has one key block, so that all blocks of
+/// a head run at the same time, and each row sees some key, so that some block adds to it last. It
+/// has to count additions, which takes longer than the additions: measured as faster if each CTA
+/// has few.
 bool rounds_dq(const Problem& p, const BackwardPlan& plan, int sms) {
   constexpr int64_t kMaxRows = 1024;
   if (plan.dq_method != DqMethod::kAtomic || plan.maps_tiles || p.sq > kMaxRows || p.group() > 1 ||
@@ -74,8 +74,8 @@ bool rounds_dq(const Problem& p, const BackwardPlan& plan, int sms) {
   return work.row_tiles <= 2 && (plan.repairs() || !has_one_panel(plan));
 }
 
-/// Br: 128 if rows are one panel, for fewer waits, but 64 if a call is so short that the wait for
-/// the first step counts more.
+/// Br: 128 if rows are one panel, which needs fewer waits per row; 64 if a call is so short that
+/// the wait for the first step matters more.
 int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
   constexpr int64_t kFewRows = 256;
   const bool few =
@@ -84,22 +84,22 @@ int step_rows(const BackwardPlan& plan, const Problem& p, int sms) {
   return has_one_panel(plan) && !more && !few ? 128 : 64;
 }
 
-/// Fills the shared memory of the kernel by keys with stages. False if it does not hold two of Q
-/// and of dO.
+/// Sets the stages of the kernel by keys to fill shared memory. Returns false if two stages of Q
+/// and of dO do not fit.
 bool derive_stages(BackwardPlan& plan, int shared_bytes) {
-  // A second stage of K takes the next block while the last steps of this one go on. For rows of
-  // more panels it has the room of a second stage of dS, which is worth more only where additions
-  // are ordered: they hold up the warpgroup that reads dS.
+  // A second stage of K loads the next block during the last steps of this one. For rows of several
+  // panels it uses the shared memory of a second stage of dS, which is faster only with ordered
+  // additions, for which the warpgroup that reads dS has to wait.
   const bool no_dq = plan.dq_method == DqMethod::kNone;
   const bool instead_of_ds =
       !has_one_panel(plan) && !plan.wide() && (no_dq || plan.dq_method == DqMethod::kAtomic);
   plan.k_stages = has_one_panel(plan) || instead_of_ds ? 2 : 1;
   plan.ds_stages = no_dq ? 0 : instead_of_ds ? 1 : 2;
-  // A warp that adds in order holds its stage until the addition is complete, which takes longer
+  // A warp that adds in order keeps its stage until the addition is complete, which takes longer
   // than a step of 64 rows.
   const bool third = plan.dq_method == DqMethod::kOrdered && plan.block_rows == 64;
   plan.dq_stages = !plan.accumulates_dq() ? 0 : third ? 3 : 2;
-  // As many as the registers hold of dQ, and those of the producer hold places of tiles.
+  // Limited by the registers: of consumers for dQ, and of the producer for the addresses of tiles.
   plan.row_tiles = plan.head_dim > 128 ? 1 : plan.head_dim > 64 || plan.block_rows == 64 ? 2 : 4;
   const auto keys_bytes = [&](int q_stages, int o_stages) {
     plan.q_stages = q_stages;
@@ -107,7 +107,7 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
     return plan.keys_shared_bytes = plan.wide() ? kernels::keys_wide_layout(tile_of(plan)).bytes
                                                 : kernels::keys_layout(tile_of(plan)).bytes;
   };
-  // A stage of Q is held for two steps, one of dO for one.
+  // A stage of Q is in use for two steps, a stage of dO for one.
   int q_stages = 2, o_stages = 2;
   if (plan.bias_tile() != 0 && keys_bytes(q_stages, o_stages) > shared_bytes)
     plan.k_stages = plan.ds_stages = 1;
@@ -127,7 +127,7 @@ bool derive_stages(BackwardPlan& plan, int shared_bytes) {
   return true;
 }
 
-/// The same for the kernel by rows.
+/// The same for the stages of the kernel by rows.
 bool derive_row_stages(BackwardPlan& plan, int shared_bytes) {
   for (plan.row_stages = kMaxStages; plan.row_stages >= 2; --plan.row_stages) {
     plan.rows_shared_bytes = kernels::rows_layout(tile_of(plan)).bytes;
@@ -136,14 +136,14 @@ bool derive_row_stages(BackwardPlan& plan, int shared_bytes) {
   return false;
 }
 
-/// Whether a form computes the gradients that a call wants, and no others. Those that add to dQ
-/// compute dK and dV meanwhile.
+/// Whether a form computes exactly the requested gradients. Forms that accumulate dQ always compute
+/// dK and dV, too.
 bool computes_what_is_wanted(DqMethod method, const Problem& p) {
   if (!p.wants_dq()) return method == DqMethod::kNone;
   return method == DqMethod::kStored || (method != DqMethod::kNone && p.wants_dk_dv());
 }
 
-/// Why a plan that accumulates dQ does not compute a problem; empty if it does.
+/// Why a plan that accumulates dQ does not compute a problem; empty if it computes it.
 std::string not_accumulated(const BackwardPlan& plan, const Problem& p) {
   if (const int max = max_accumulated_dim(plan); std::max(p.d, p.dv) > max) {
     return fmt::format("dQ accumulated: computes d and dv up to {}{}, got {} and {}", max,
@@ -176,10 +176,11 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     set_problem(p, plan, plan);
     plan.dq_method = dq_method;
     plan.maps_tiles = plan.mask_mod;
-    // In an order key blocks wait for others where a mask leaves them nothing to do meanwhile.
+    // In a fixed order key blocks would wait for others while the mask leaves them without work.
     if (plan.maps_tiles && dq_method == DqMethod::kOrdered && !p.deterministic) continue;
     if (bits) {
-      if (needs_wide(plan)) continue;  // its warpgroups have no registers for words of the mask
+      if (needs_wide(plan))
+        continue;  // its warpgroups have no registers left for words of the mask
       use_mask_bits(plan);
       plan.copies_bias.clear();
     }
@@ -189,7 +190,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     plan.block_rows = step_rows(plan, p, card.sms);
     if (plan.accumulates_dq()) {
       const std::string why = not_accumulated(plan, p);
-      // The first form says it for the others.
+      // The reason is the same for all forms: the first one adds it.
       if (!why.empty() && dq_method == DqMethod::kAtomic && consumers == 2 && !bits)
         rejected->push_back(why);
       if (!why.empty()) continue;
@@ -199,19 +200,19 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
         plan.maps_tiles && !bits && plan.early_starts && prepares_map(p, map_tiles(plan));
     plan.grid = card.sms;
     plan.rounds_dq = rounds_dq(p, plan, card.sms);
-    BackwardPlan roomy = plan;
+    BackwardPlan unlimited = plan;
     tile.cycles = plan_waves(plan, p, card, p.max_workspace) + packing_cycles(p, plan, card);
     plan.rounds_dq = plan.rounds_dq && plan.splits == 1;
     if (!derive_row_stages(plan, card.shared_bytes)) continue;
     const double cycles = p.max_workspace > 0
-                              ? plan_waves(roomy, p, card, 0) + packing_cycles(p, plan, card)
+                              ? plan_waves(unlimited, p, card, 0) + packing_cycles(p, plan, card)
                               : tile.cycles;
-    if (p.max_workspace > 0 && roomy.waves.size() < plan.waves.size()) {
+    if (p.max_workspace > 0 && unlimited.waves.size() < plan.waves.size()) {
       rejected->push_back(fmt::format(
           "{} waves instead of {}: {:.3g} of the predicted time, but {} bytes of workspace, "
           "max_workspace is {}",
-          roomy.waves.size(), plan.waves.size(), cycles / tile.cycles, workspace_of(p, roomy).end,
-          p.max_workspace));
+          unlimited.waves.size(), plan.waves.size(), cycles / tile.cycles,
+          workspace_of(p, unlimited).end, p.max_workspace));
     }
     tiles.push_back(std::move(tile));
   }

@@ -8,9 +8,9 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// A plan for every way to compute dQ and every tile that fits, with the stages that the shared
-/// memory has room for, and with the fastest waves that max_workspace has room for; if it has room
-/// for none, with those that take the least. `rejected` takes the others and why.
+/// A plan for every method to compute dQ and every tile that fits, with the stages that fit shared
+/// memory and the fastest waves that fit max_workspace; if no waves fit, with those that need the
+/// smallest workspace. Adds the reasons of other plans to `rejected`.
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& problem, const Card& card,
                                                        std::vector<std::string>* rejected);
 

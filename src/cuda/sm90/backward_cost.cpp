@@ -13,12 +13,13 @@ using kernels::kAlternating;
 using kernels::kAscending;
 using kernels::kDescending;
 
-constexpr double kMemoryShare = 0.8958;     // of the bandwidth of memory
-constexpr double kL2Share = 0.64;           // of L2 that keeps its lines while other data stream
-constexpr double kAddBytesPerCycle = 1800;  // that L2 adds to dq_accum
+constexpr double kMemoryFraction = 0.8958;  // of the memory bandwidth
+constexpr double kL2Fraction = 0.64;  // of L2 that keeps its lines while other data stream through
+constexpr double kAddBytesPerCycle = 1800;  // of additions to dq_accum in L2
 constexpr double kPartialCycles = 15000;    // of a block that loads or stores partial dK and dV
-constexpr double kCutCycles = 5000;  // of a block cut in two, whose partials overlap with others
-constexpr int kMinOrderedHeads = 4, kMaxOrderedHeads = 8;  // that share a section
+constexpr double kCutCycles =
+    5000;  // of a block cut in two, whose partial results overlap with other work
+constexpr int kMinOrderedHeads = 4, kMaxOrderedHeads = 8;  // per section
 
 BlockSchedule with_section(BlockSchedule all, int heads) {
   all.section_heads = std::max(heads, 1);
@@ -28,7 +29,7 @@ BlockSchedule with_section(BlockSchedule all, int heads) {
 
 }  // namespace
 
-double backward_bytes_per_cycle(const Card& card) { return kMemoryShare * card.bytes_per_cycle; }
+double backward_bytes_per_cycle(const Card& card) { return kMemoryFraction * card.bytes_per_cycle; }
 
 bool has_one_panel(const BackwardKey& key) { return std::max(key.head_dim, key.value_dim) <= 64; }
 
@@ -54,7 +55,7 @@ BackwardCost::BackwardCost(const Problem& p, const BackwardPlan& plan, const Bac
       work_(work),
       sms_(card.sms),
       bytes_per_cycle_(backward_bytes_per_cycle(card)),
-      l2_bytes_(kL2Share * static_cast<double>(card.l2_bytes)) {}
+      l2_bytes_(kL2Fraction * static_cast<double>(card.l2_bytes)) {}
 
 BlockSchedule BackwardCost::schedule(int blocks, int batch_heads, BlockOrder order) const {
   const int heads = sms_ / std::max(blocks, 1);
@@ -68,16 +69,16 @@ BlockSchedule BackwardCost::key_schedule(int batch_heads) const {
       schedule(work_.key_blocks, batch_heads, left_alone ? kDescending : kAscending);
   if (!plan_.accumulates_dq()) return all;
   if (!plan_.has_right || plan_.has_left) {
-    // Ordered blocks of the same length follow each other: more heads share a section, so that
-    // fewer blocks wait for one.
+    // With ordered additions, blocks of the same length wait for each other. With more heads in a
+    // section fewer blocks wait for one.
     const bool same = ordered && !left_alone;
     return same && all.section_heads < kMinOrderedHeads
                ? with_section(all, std::min(kMinOrderedHeads, batch_heads))
                : all;
   }
-  // Splits of rows have blocks of about the same length, except those that see few rows. Blocks
-  // that all run at once start one after another as the kernel before them ends, the longest ones
-  // first.
+  // Splits of rows have blocks of about the same length, except those that see few rows. If all
+  // blocks run at the same time, they start one after another while the previous kernel ends, and
+  // the longest ones should start first.
   const bool one_round = int64_t{work_.key_blocks} * batch_heads <= sms_;
   if (plan_.row_splits > 1 || (one_round && !ordered && !p_.packed)) {
     return with_section(all, batch_heads);
@@ -86,15 +87,15 @@ BlockSchedule BackwardCost::key_schedule(int batch_heads) const {
     if (ordered) all.order = kDescending;
     return all;
   }
-  // Rows that L2 does not hold: the first round of blocks runs in step, the second one follows it.
+  // If L2 does not hold the rows of a section, its blocks have to iterate over rows in step.
   if (!in_l2(all.section_heads)) {
     return ordered ? with_section(all, std::min(2 * all.section_heads, batch_heads)) : all;
   }
-  // As many sections in descending order as in ascending order, so that long blocks begin when
-  // short ones have ended.
+  // Sections alternate between ascending and descending order, so that long blocks begin when short
+  // ones have ended. The number of sections is even.
   all.order = kAlternating;
   int heads = std::min(all.section_heads, batch_heads / 2);
-  if (ordered) {  // the more heads share a section, the more time there is for each addition
+  if (ordered) {  // with more heads in a section there is more time for each addition
     while (heads < std::min(kMaxOrderedHeads, batch_heads / 2) && in_l2(heads + 1)) ++heads;
   }
   all = with_section(all, heads);
@@ -109,7 +110,7 @@ bool BackwardCost::in_l2(int batch_heads) const {
          l2_bytes_;
 }
 
-/// A key block with row tiles [begin, end).
+/// Cycles of a key block with row tiles [begin, end).
 double BackwardCost::block_cycles(int begin, int end) const {
   const bool stored = plan_.stores_ds() && !plan_.wide();
   const double ends = plan_.consumers == 1 ? 1100
@@ -121,9 +122,10 @@ double BackwardCost::block_cycles(int begin, int end) const {
 
 double BackwardCost::step_cycles() const {
   constexpr double kUtilization = 0.85, kFlopsPerCycle = 4096;
-  const double alone = plan_.consumers == 1 ? 1.25 : 1;  // nothing overlaps its arithmetic
+  const double alone =
+      plan_.consumers == 1 ? 1.25 : 1;  // no other warpgroup overlaps its softmax with products
   const double products = plan_.key_gradients ? 4.0 : 2.0;
-  // Of a bool mask a score takes a byte and an instruction for it, or a selection by a bit.
+  // With a bool mask each score needs a load of a byte and a comparison, or a selection by a bit.
   constexpr double kOfBytes = 1.3, kOfBits = 1.08;
   const bool is_bool = plan_.bias == 1 + kernels::kBool;
   const double masked = plan_.mask_bits ? kOfBits : is_bool ? kOfBytes : 1;
@@ -131,9 +133,9 @@ double BackwardCost::step_cycles() const {
          work_.tile.keys / kFlopsPerCycle / kUtilization;
 }
 
-/// How much longer steps take that wait for semaphores. Under a right bound alone it is less if
-/// more blocks share a section than there are SMs, and more if L2 does not hold the rows of a
-/// section, so that blocks have to run in step.
+/// The factor by which semaphores prolong steps. With a right bound alone it is smaller if a
+/// section has more blocks than there are SMs, and larger if L2 does not hold the rows of a
+/// section, so that blocks have to iterate in step.
 double BackwardCost::semaphore_factor() const {
   if (plan_.dq_method != DqMethod::kOrdered) return 1;
   const bool one_panel = has_one_panel(plan_);
@@ -145,15 +147,15 @@ double BackwardCost::semaphore_factor() const {
   }
   const bool in_step = plan_.has_right && !plan_.has_left && blocks.order == kAscending;
   if (one_panel || in_step) return one_panel ? 1.0 : 1.25;
-  // While a block iterates over several q heads it is later than the others, and their rows leave
-  // L2: the more so, the more rounds of blocks a section has.
+  // A block that iterates over several q heads falls behind the other blocks, so that rows leave L2
+  // before it reads them: the more rounds of blocks a section has, the more.
   const int rounds = ceil_div(blocks.section_heads * blocks.blocks, sms_);
   return 1.04 + (plan_.split_heads > 1 ? 0.1 * (rounds - 1) : 0);
 }
 
-/// Cycles until the last of the blocks that start at once has made its first addition in order:
-/// blocks of a head that have the same length begin at the same row, and follow each other a step
-/// apart. Other blocks wait about a step.
+/// Cycles until all blocks that start at the same time have made their first ordered addition.
+/// Blocks of a head with the same length begin at the same row, so each waits one step longer than
+/// the previous one. Other blocks wait for about one step.
 double BackwardCost::first_semaphore_cycles() const {
   if (plan_.dq_method != DqMethod::kOrdered) return 0;
   const BlockSchedule blocks = key_schedule(static_cast<int>(p_.batch * work_.heads));
@@ -164,7 +166,7 @@ double BackwardCost::first_semaphore_cycles() const {
   return std::max(together - 1, 1) * step_cycles();
 }
 
-/// Cycles in which L2 adds dQ of all key blocks.
+/// Cycles to add dQ of all key blocks in L2.
 double BackwardCost::addition_cycles() const {
   if (!plan_.accumulates_dq()) return 0;
   int64_t tiles = 0;
@@ -176,10 +178,11 @@ double BackwardCost::addition_cycles() const {
   return sizeof(float) * floats / kAddBytesPerCycle;
 }
 
-/// Cycles until the last key block has ended, if each SM takes the next one when it is free.
+/// Cycles until the last key block has ended, if each SM computes the next one as soon as it is
+/// free.
 double BackwardCost::list_cycles(int batch_heads) const {
   const int tiles = std::max(ceil_div(work_.row_tiles, plan_.row_splits), 1);
-  std::vector<double> cycles;  // of a block, by splits of rows
+  std::vector<double> cycles;  // of a block of each split of rows
   for (int split = 0; split < plan_.row_splits; ++split) {
     for (int block = 0; block < work_.key_blocks; ++block) {
       const kernels::RowTiles seen = work_.row_tiles_of(block);
@@ -188,7 +191,8 @@ double BackwardCost::list_cycles(int batch_heads) const {
     }
   }
   const BlockSchedule blocks = key_schedule(batch_heads);
-  std::vector<double> free(static_cast<size_t>(sms_), 0.0);  // a heap, the next one first
+  std::vector<double> free(static_cast<size_t>(sms_),
+                           0.0);  // when each SM is free: a heap, the earliest first
   double end = 0;
   for (int number = 0; number < blocks.blocks * batch_heads; ++number) {
     const kernels::BlockOfHead at = block_of(blocks, number);
@@ -220,14 +224,14 @@ BackwardCost::RowRange BackwardCost::row_range(int first_tile, int tiles) const 
 
 double BackwardCost::waves(const std::vector<RowRange>& ranges, int wave_heads, int batch_heads,
                            bool compact) const {
-  // dS is written and read, 2 bytes a score; products hide about half of it.
+  // dS is written and read, 2 bytes per score; about half of it overlaps with products.
   constexpr double kDsBytes = 0.45 * 4;
-  // The longest of packed sequences stands for as many as have the rows of all.
+  // Packed sequences count as so many of the longest one as have all rows.
   const double sequences = !p_.packed ? 1
                                       : static_cast<double>(p_.total_k) /
                                             static_cast<double>(std::max<int64_t>(p_.sk, 1)) /
                                             (compact ? 1.0 : static_cast<double>(p_.batch));
-  // A wave of fewer heads than a sequence has ends with the sequence.
+  // A wave of fewer heads than a sequence has does not continue with the next sequence.
   const int together =
       std::max(compact || wave_heads >= work_.heads ? batch_heads : work_.heads, 1);
   double cycles = 0;
@@ -235,10 +239,10 @@ double BackwardCost::waves(const std::vector<RowRange>& ranges, int wave_heads, 
     const auto wave = [&](int heads) {
       if (heads == 0) return 0.0;
       const double blocks = range.all * heads * sequences / sms_;
-      // Equal blocks come in rounds; unequal ones fill the gaps.
+      // Equal blocks run in rounds; unequal blocks fill the gaps.
       const double rounds = std::ceil(blocks / std::max(range.longest, 1.0)) * range.longest;
       const bool equal = !plan_.has_left && !plan_.has_right;
-      // Under a right bound the longest blocks are the first ones in ascending order.
+      // With a right bound the longest blocks are first in ascending order.
       const bool shortest_first = plan_.has_right && key_schedule(heads).order == kDescending;
       const double last = (shortest_first ? 0.75 : 0.1) * range.longest;
       return kBackwardLaunchCycles + (equal ? rounds : std::max(range.longest, blocks + last));
@@ -266,8 +270,8 @@ double BackwardCost::one_launch_cut(int batch_heads) const {
 
 double BackwardCost::dq_accum_cycles() const {
   if (!plan_.accumulates_dq()) return 0;
-  // Bytes of memory for each element: it is set to 0 unless additions begin with a store, read, and
-  // rounded to what is written.
+  // Bytes of memory traffic per element: it is cleared unless the first addition is a store, then
+  // read, and written rounded.
   const double bytes = plan_.dq_method == DqMethod::kOrdered ? 6.0 : 11.0;
   const auto floats = static_cast<double>(p_.hq * plan_.statistics_rows * plan_.head_dim);
   const double rate = (sizeof(float) * floats <= l2_bytes_ ? 2 : 1) * bytes_per_cycle_;

@@ -8,15 +8,15 @@
 namespace fulgur::cuda::sm90 {
 
 inline constexpr double kBackwardLaunchCycles = 10000;
-inline constexpr int64_t kFewKeyBlocks = 4;  ///< an SM
+inline constexpr int64_t kFewKeyBlocks = 4;  ///< per SM
 
-/// The bytes that memory gives the backward kernels in a cycle.
+/// The memory bandwidth that the backward kernels reach.
 double backward_bytes_per_cycle(const Card& card);
 
 /// Whether rows of Q, K, V and dO are one panel each.
 bool has_one_panel(const BackwardKey& key);
 
-/// A problem in tiles of a plan.
+/// The tiles and blocks of a problem in a plan.
 struct BackwardWork {
   BackwardWork(const Problem& problem, const BackwardPlan& plan);
 
@@ -24,7 +24,7 @@ struct BackwardWork {
   kernels::Band band;
   kernels::Lengths lengths;           ///< of the longest sequence
   int row_tiles = 0, key_blocks = 0;  ///< of a sequence
-  int heads = 0;                      ///< of a sequence: splits of its kv heads
+  int heads = 0;                      ///< of a sequence: the splits of its kv heads
   int row_block_tiles = 0;            ///< row tiles of a row block
 
   kernels::RowTiles row_tiles_of(int key_block) const {
@@ -33,37 +33,39 @@ struct BackwardWork {
   int64_t score_tiles_between(const kernels::ScoreTiles& store, int begin, int end) const;
 };
 
-/// In which order CTAs take blocks, and how many cycles they take.
+/// Decides the order of key blocks and predicts their cycles.
 class BackwardCost {
  public:
   BackwardCost(const Problem& problem, const BackwardPlan& plan, const BackwardWork& work,
                const Card& card);
 
-  /// Key blocks of `batch_heads` heads. Under a right bound they have different lengths, which
-  /// decide when the next ones begin, and rows in common.
+  /// The order of key blocks of `batch_heads` heads. With a right bound they have different
+  /// lengths, which decide when the next blocks begin and which rows they read at the same time.
   kernels::BlockSchedule key_schedule(int batch_heads) const;
-  /// `blocks` blocks of `batch_heads` heads: the SMs share the rows of Q, or the keys, of a section
-  /// with a block each; few SMs are left over, and begin with the next section.
+  /// The order of `blocks` blocks of each of `batch_heads` heads, in sections of so many heads that
+  /// each SM has one block, and SMs read the same rows of Q, or keys, at the same time. The few SMs
+  /// that are left begin with the next section.
   kernels::BlockSchedule schedule(int blocks, int batch_heads, kernels::BlockOrder order) const;
 
-  /// Whether L2 holds the rows of so many heads: Q, dO and dq_accum.
+  /// Whether the rows of so many heads fit L2: Q, dO and dq_accum.
   bool in_l2(int batch_heads) const;
 
-  /// The key blocks of a head with the rows of one wave: cycles of the longest and of all together,
-  /// and their scores.
+  /// The key blocks of a head with the rows of one wave: the cycles of the longest one, the sum of
+  /// all cycles, and of all scores.
   struct RowRange {
     double longest = 0, all = 0, scores = 0;
   };
   RowRange row_range(int first_tile, int tiles) const;
 
-  /// Waves of `wave_heads` heads after each other: one lasts as long as its longest block, and as
-  /// all of them take together. `compact`: a head has all packed sequences.
+  /// Cycles of waves of `wave_heads` heads, one after the other. A wave takes at least as long as
+  /// its longest block, and as all of its blocks on all SMs. `compact`: a head has all packed
+  /// sequences.
   double waves(const std::vector<RowRange>& ranges, int wave_heads, int batch_heads,
                bool compact) const;
-  /// One launch by keys of all heads, without and with the last blocks cut.
+  /// Cycles of one launch by keys of all heads, without and with the last blocks cut.
   double one_launch(int batch_heads) const;
   double one_launch_cut(int batch_heads) const;
-  /// Filling, ordering, reading and rounding dq_accum, besides the launch by keys.
+  /// Cycles to clear, add in order, read and round dq_accum, without the launch by keys.
   double dq_accum_cycles() const;
 
  private:

@@ -82,8 +82,8 @@ int BackwardKey::rows_of_block() const { return kRowsConsumers * row_tiles * ker
 bool BackwardKey::half_p() const { return wide() && dtypes.out == DType::kBF16; }
 
 double BackwardKey::p_log2() const {
-  // As f16, 2^12 P is a normal number for P from 2^-26 on, and finite for P up to 15: a caller's
-  // LSE may be less than that of the scores.
+  // 2^12 P is a normal f16 for P >= 2^-26, and finite up to P = 15: P exceeds 1 if a caller passes
+  // an LSE that is smaller than that of the scores.
   return half_p() ? 12 : 0;
 }
 

@@ -11,16 +11,16 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// Registers a thread after setmaxnreg: of the producer, of warpgroups that own keys, and of the
-/// warpgroup that computes dQ.
+/// Registers per thread after setmaxnreg: of the producer, of warpgroups that compute dK and dV,
+/// and of the warpgroup that computes dQ.
 struct BackwardRegisters {
   int producer, consumer, dq;
 };
 
-/// What kernel_config.h fixes at compile time.
+/// The constants of kernel_config.h.
 struct BackwardKey : AnyBackwardKey {
-  /// Warpgroups that compute dK and dV, each of 64 keys of Bc or both of 64 (wide); 1: for a short
-  /// call.
+  /// Warpgroups that compute dK and dV: two, each for 64 of the Bc keys, or one for dK and one for
+  /// dV of 64 keys (wide); one in short calls.
   int consumers = 2;
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, dq_stages = 0;
   int row_tiles = 0, row_stages = 0;  ///< of the kernel by rows
@@ -46,9 +46,9 @@ struct BackwardKey : AnyBackwardKey {
   BackwardRegisters registers() const;
   kernels::ScoreTile score_tile() const { return {block_rows, block_keys}; }
   int rows_of_block() const;  ///< rows of a row block of the kernel by rows
-  /// Whether dK and dV of a key block have a warpgroup each.
+  /// Whether dK and dV of a key block are computed by a warpgroup each.
   bool wide() const { return block_keys < 64 * consumers; }
-  bool half_p() const;     ///< whether P of bf16 inputs is f16 where dS is computed from it
+  bool half_p() const;     ///< whether dS is computed from P as f16, though inputs are bf16
   double p_log2() const;   ///< the kernels by keys compute 2^p_log2 P
   int tile_bytes() const;  ///< of dS of a score tile
 };
@@ -65,14 +65,14 @@ struct BackwardLaunch {
   int keys_shared_bytes = 0, rows_shared_bytes = 0;
   kernels::ScoreTiles score_tiles{};
   std::vector<BackwardWave> waves;
-  int64_t ds_bytes = 0;  ///< of the largest wave
-  /// Whether waves split the rows of a sequence, so that partial dK and dV pass from one to the
-  /// next.
+  int64_t ds_bytes = 0;  ///< bytes of dS of the largest wave
+  /// Whether waves split the rows of a sequence, so that each wave adds to the partial dK and dV of
+  /// the previous one.
   bool splits_rows = false;
-  /// The last key blocks, which are two work tiles each; they belong to heads from first_cut_head
-  /// (batch * heads + head) on.
+  /// The number of key blocks that are cut into two work tiles: the last ones, of heads from
+  /// first_cut_head (batch * heads + head) on.
   int cut_blocks = 0, first_cut_head = 0;
-  int grid = 0;  ///< CTAs, at most
+  int grid = 0;  ///< maximum of CTAs
   bool operator==(const BackwardLaunch&) const = default;
 };
 
@@ -81,22 +81,24 @@ struct BackwardPlan : BackwardKey, BackwardLaunch, AnyBackwardPlan {
   bool operator==(const BackwardPlan&) const = default;
 
   TileId tile() const;
-  /// Whether a kernel of its own repairs them; the kernel that rounds dQ does it otherwise.
+  /// Whether a separate kernel repairs gradients; otherwise the kernel that rounds dQ does.
   bool has_repair_kernel() const { return repairs() && !accumulates_dq(); }
-  int threads() const { return 128 * (consumers + 1 + accumulates_dq()); }  ///< of the keys' kernel
+  int threads() const {
+    return 128 * (consumers + 1 + accumulates_dq());
+  }  ///< of the kernel by keys
   int64_t dq_semaphores(int64_t hq) const;
   int64_t dq_additions(int64_t hq) const;
 };
 
-/// Where things begin in the workspace, in bytes.
+/// Offsets in the workspace, in bytes.
 struct BackwardWorkspace : AnyBackwardWorkspace {
-  int64_t dq_additions = 0;   ///< of plans that accumulate dQ
-  int64_t zeros = 0, ds = 0;  ///< of plans that store dS
-  int64_t first_parts = 0;    ///< counts warps that have stored those of first parts
+  int64_t dq_additions = 0;   ///< if dQ is accumulated
+  int64_t zeros = 0, ds = 0;  ///< if dS is stored
+  int64_t first_parts = 0;  ///< counter of warps that have stored partial dK and dV of first parts
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 
-/// What the layouts of shared memory depend on.
+/// The fields that the layouts of shared memory depend on.
 kernels::BackwardTile tile_of(const BackwardKey& key);
 
 /// The plan in sentences and as data.

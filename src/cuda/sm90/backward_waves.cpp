@@ -13,17 +13,17 @@ namespace {
 using kernels::BlockSchedule;
 using kernels::Wave;
 
-/// Cycles that the kernel by rows takes more than the kernel that rounds dQ.
+/// Cycles of the launch of the kernel by rows, beyond that of the kernel that rounds dQ.
 constexpr double kRowsCycles = 5000;
 
 /// How a call is divided into waves.
 struct WaveShape {
-  int heads = 1;      ///< of a wave: splits of kv heads, times sequences unless compact
-  int row_waves = 1;  ///< into which a sequence is split
+  int heads = 1;      ///< per wave: splits of kv heads, times sequences unless compact
+  int row_waves = 1;  ///< waves into which the rows of a sequence are split
   double cycles = 0;  ///< predicted
 };
 
-/// Divides a call, whose splits are set, into waves whose dS fits max_ds_bytes().
+/// Divides a call whose splits are set into waves whose dS fits max_ds_bytes().
 class WavePlanner {
  public:
   WavePlanner(const Problem& problem, BackwardPlan& plan, const Card& card)
@@ -38,7 +38,7 @@ class WavePlanner {
   }
 
  private:
-  /// dq_accum needs no room for dS, nor do dK and dV alone.
+  /// A single wave of plans that do not store dS.
   double one_wave(int64_t max_workspace) {
     const int heads = static_cast<int>(p_.batch * work_.heads);
     set_waves({heads, 1, 0});
@@ -57,19 +57,19 @@ class WavePlanner {
 
   double waves(int64_t max_workspace) {
     plan_.score_tiles.pitch = pitch();
-    // Packed sequences follow each other if all rows of a head fit; otherwise each has as much room
-    // as the longest.
+    // dS of packed sequences is contiguous if all rows of a head fit; otherwise each sequence has
+    // as much memory as the longest.
     const int64_t packed_tiles = packed_row_tiles() * pitch();
-    const auto others = [&](bool splits_rows) {  // bytes besides dS
+    const auto others = [&](bool splits_rows) {  // bytes of the workspace without dS
       plan_.splits_rows = splits_rows;
       plan_.ds_bytes = 0;
       return workspace_of(p_, plan_).end;
     };
-    const auto room = [&](bool splits_rows) {
+    const auto available = [&](bool splits_rows) {
       const int64_t limit = max_ds_bytes(p_);
       return max_workspace == 0 ? limit : std::min(limit, max_workspace - others(splits_rows));
     };
-    compact_ = p_.packed && bytes_of(packed_tiles) <= room(false);
+    compact_ = p_.packed && bytes_of(packed_tiles) <= available(false);
     plan_.score_tiles.compact = compact_;
     const int heads = static_cast<int>(compact_ ? work_.heads : p_.batch * work_.heads);
     constexpr int kManyRowWaves = 64;
@@ -79,7 +79,7 @@ class WavePlanner {
       const int64_t bytes = bytes_of(compact_ ? packed_tiles : max_tiles(row_waves));
       const bool splits_rows = tiles_of_wave(row_waves) < work_.row_tiles;
       WaveShape shape{1, row_waves, 0};
-      if (const int64_t fit = room(splits_rows) / std::max<int64_t>(bytes, 1); fit >= 1) {
+      if (const int64_t fit = available(splits_rows) / std::max<int64_t>(bytes, 1); fit >= 1) {
         const auto ranges = row_ranges(row_waves);
         for (int limit = static_cast<int>(std::clamp<int64_t>(heads, 1, fit)); limit > 0;
              limit = shape.heads - 1) {
@@ -91,7 +91,7 @@ class WavePlanner {
         min_bytes = others(splits_rows) + bytes;
         smallest = shape;
       }
-      // More launches than that only if nothing else fits.
+      // More launches only if nothing else fits.
       if (compact_ || tiles_of_wave(row_waves) <= work_.row_block_tiles ||
           (row_waves >= kManyRowWaves && best.cycles > 0)) {
         break;
@@ -105,9 +105,10 @@ class WavePlanner {
     return best.cycles + kRowsCycles;
   }
 
-  /// Whether key blocks have the same length, but for what a bool mask hides, and come in rounds,
-  /// of which the last one is incomplete, so that all end together if the last blocks are cut. The
-  /// CTAs are then at all rows of a section at once, which L2 has to hold.
+  /// Whether the last blocks may be cut so that all CTAs end at the same time: if key blocks have
+  /// the same length, apart from what a bool mask hides, and their last round does not fill all
+  /// SMs. CTAs then read different rows at the same time, so that L2 has to hold all rows of a
+  /// section.
   bool may_cut(int heads) const {
     const bool bounded = plan_.has_left || plan_.has_right;
     const bool equal = !p_.packed && (plan_.mask_bits ? !bounded : !plan_.repairs());
@@ -117,8 +118,8 @@ class WavePlanner {
            cost_.in_l2(cost_.key_schedule(heads).section_heads);
   }
 
-  /// Each SM but one begins with the first part of a block, and each but one ends with the second
-  /// part of a block, of the length that it then lacks.
+  /// Cuts one block less than there are SMs. Each SM but one begins with a first part, and each but
+  /// one ends with a second part, whose length makes all SMs end at the same time.
   void cut_last_blocks(int heads) {
     const BlockSchedule blocks = cost_.key_schedule(heads);
     plan_.cut_blocks = sms_ - 1;
@@ -127,7 +128,7 @@ class WavePlanner {
         section_of(blocks, blocks.blocks * blocks.batch_heads - plan_.cut_blocks);
   }
 
-  /// Row tiles of a wave: those of whole row blocks.
+  /// Row tiles of a wave, which has whole row blocks.
   int tiles_of_wave(int row_waves) const {
     return ceil_div(ceil_div(std::max(work_.row_tiles, 1), row_waves), work_.row_block_tiles) *
            work_.row_block_tiles;
@@ -141,7 +142,7 @@ class WavePlanner {
     return ranges;
   }
 
-  /// Bytes of dS of so many score tiles of each q head.
+  /// Bytes of dS for so many score tiles of each q head.
   int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * plan_.split_heads; }
 
   /// Row tiles of all packed sequences of a head.
@@ -150,8 +151,8 @@ class WavePlanner {
            (kernels::kStatisticsRows / work_.tile.rows);
   }
 
-  /// Room of a row tile for score tiles; 0 if the right bound alone decides. Fewer rows may see
-  /// more tiles, so that it decides only if all sequences have the same rows.
+  /// Score tiles for which each row tile has memory; 0 if their number follows from the right bound
+  /// alone. Sequences with fewer rows may see more keys, so that this needs equal numbers of rows.
   int pitch() const {
     if (plan_.has_right && !plan_.has_left && !p_.packed && !p_.has(Arg::kSeqUsedQ)) return 0;
     if (!plan_.has_left || !plan_.has_right) return work_.key_blocks;
@@ -160,7 +161,7 @@ class WavePlanner {
         std::min<int64_t>(work_.key_blocks, (keys + work_.tile.keys - 2) / work_.tile.keys + 1));
   }
 
-  /// Score tiles of a q head of a sequence in the wave of rows that has the most.
+  /// The maximum of score tiles of a q head of a sequence over waves of rows.
   int64_t max_tiles(int row_waves) const {
     const int tiles = tiles_of_wave(row_waves);
     int64_t max = 0;
@@ -171,11 +172,11 @@ class WavePlanner {
     return max;
   }
 
-  /// The heads of a wave of at most `limit`: whole sequences, or heads of one sequence, so that
-  /// there are as few waves as that takes, of about the same size.
+  /// The heads of a wave, at most `limit`: whole sequences, or heads of one sequence. There are as
+  /// few waves as possible, of about the same size.
   int even_wave(int limit) const {
-    const auto even = [](int64_t all, int64_t most) {
-      return ceil_div(all, std::max(ceil_div(all, most), 1));
+    const auto even = [](int64_t all, int64_t max_size) {
+      return ceil_div(all, std::max(ceil_div(all, max_size), 1));
     };
     return compact_ || limit < work_.heads ? even(work_.heads, limit)
                                            : work_.heads * even(p_.batch, limit / work_.heads);
@@ -205,8 +206,8 @@ class WavePlanner {
     set_row_blocks();
   }
 
-  /// Large row blocks read K less often, but all SMs should have one. The bits of a row do
-  /// not depend on its block.
+  /// Sets the rows of row blocks: larger ones read K less often, but every SM should have one. The
+  /// results of a row do not depend on its block.
   void set_row_blocks() {
     const auto row_blocks = [&](const Wave& wave) {
       const int last = std::min(wave.first_tile + wave.tiles, work_.row_tiles);
@@ -232,15 +233,15 @@ class WavePlanner {
   bool compact_ = false;
 };
 
-/// How a kv head may be split: by q heads of its group, and by rows.
+/// A way to split a kv head: by q heads of its group, and by rows.
 struct Splits {
   int heads = 1, rows = 1;
 };
 
-/// All splits that may be worth it.
+/// All splits that may be faster.
 std::vector<Splits> splits_of(const Problem& p, const BackwardPlan& plan, const Card& card) {
   std::vector<Splits> all = {{1, 1}};
-  // The order of a sum over splits, and with it its last bits, would depend on the batch.
+  // The order of sums over splits, and with it their last bits, would depend on the batch.
   if (p.invariant || !plan.key_gradients || p.sq == 0 || p.sk == 0) return all;
   constexpr int kMaxRowSplits = 64;
   const auto enough = static_cast<double>(kFewKeyBlocks * card.sms);
@@ -249,7 +250,7 @@ std::vector<Splits> splits_of(const Problem& p, const BackwardPlan& plan, const 
   const bool together = ordered && !plan.has_left;
   for (int heads = 1; heads <= p.group(); ++heads) {
     if (p.group() % heads != 0) continue;
-    // Fewer q heads of a split have fewer rows, which L2 holds: ordered additions need that.
+    // Splits of fewer q heads have fewer rows, so that L2 holds them, which ordered additions need.
     if (heads > 1 && (blocks < enough || together)) all.push_back({heads, 1});
     for (int rows = 2; rows <= kMaxRowSplits; rows += rows < 4 ? 1 : rows) {
       const bool from_diagonals = together && plan.has_right;
@@ -261,9 +262,9 @@ std::vector<Splits> splits_of(const Problem& p, const BackwardPlan& plan, const 
   return all;
 }
 
-/// Cycles in which a kernel adds the partial dK and dV of all splits.
+/// Cycles of the kernel that adds the partial dK and dV of all splits.
 double reduce_cycles(const BackwardPlan& plan, const Problem& p, const Card& card) {
-  // Bytes of memory for each element: measured, nearly twice those that are written and read.
+  // Memory traffic per element, measured: nearly twice the bytes that are written and read.
   constexpr double kReduceBytes = 14;
   const auto elements = static_cast<double>(p.batch * p.hk * plan.splits * p.sk * (p.d + p.dv));
   return kBackwardLaunchCycles + kReduceBytes * elements / backward_bytes_per_cycle(card);
@@ -278,7 +279,7 @@ int64_t max_ds_bytes(const Problem& p) {
 double plan_waves(BackwardPlan& plan, const Problem& p, const Card& card, int64_t max_workspace) {
   BackwardPlan best;
   double min_cycles = 0;
-  int64_t min_bytes = -1;  // of a plan that does not fit
+  int64_t min_bytes = -1;  // the smallest workspace, if no plan fits
   for (const Splits& splits : splits_of(p, plan, card)) {
     BackwardPlan divided = plan;
     divided.splits = splits.heads * splits.rows;

@@ -4,7 +4,7 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// What the kernels for Hopper are compiled for.
+/// The target of the kernels for Hopper.
 inline constexpr Target kTarget{90, Target::Form::kSpecific};
 
 }  // namespace fulgur::cuda::sm90

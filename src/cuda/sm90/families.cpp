@@ -19,8 +19,8 @@ namespace {
 /// Whether one kernel computes all sequences of a forward pass.
 bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
 
-/// The tensors of expressions get no gradients here, and derivatives of scores have 16 bits: those
-/// that a user writes want the range of bf16, and digits that are enough for its P.
+/// Whether it is a backward pass of this family. Here tensors of expressions have no gradients, and
+/// derivatives of scores have 16 bits: those of a user's score_mod need the range of bf16.
 bool is_backward(const Problem& p) {
   return p.pass == Pass::kBackward && !p.expressions.wants_gradients() &&
          (p.dtypes.out == DType::kBF16 || !DeviceExpressions(p).has_slope());
@@ -35,7 +35,7 @@ Explanation described(Explanation many, const Explanation& few) {
   return many;
 }
 
-/// Runs both kernels one after the other in one workspace.
+/// Runs both kernels, one after the other, in one workspace.
 class ByRowsExecutable final : public Executable {
  public:
   ByRowsExecutable(std::unique_ptr<const Executable> many, std::unique_ptr<const Executable> few)
@@ -56,7 +56,7 @@ class ByRowsExecutable final : public Executable {
   std::unique_ptr<const Executable> many_, few_;
 };
 
-/// A candidate for the sequences of many rows with the one for those of few.
+/// A candidate that consists of one for sequences of many rows and one for sequences of few rows.
 class ByRowsCandidate final : public Candidate {
  public:
   ByRowsCandidate(std::shared_ptr<const Candidate> many, std::shared_ptr<const Candidate> few)

@@ -13,8 +13,8 @@ using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, bac
 const Family& forward_family();
 const Family& backward_family();
 
-/// Invariant calls whose sequences have few rows or many, which only their lengths say: two kernels
-/// compute the sequences that are their own.
+/// Invariant calls in which lengths decide whether a sequence has few rows or many: the decode
+/// kernel computes the former, the forward kernel the latter.
 const Family& invariant_by_rows_family();
 
 }  // namespace fulgur::cuda::sm90

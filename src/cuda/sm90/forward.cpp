@@ -12,7 +12,7 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
-/// The maps of q, k, v and the bias.
+/// The tensor maps of q, k, v and the bias.
 constexpr TensorMapBlob ForwardParams::*kMaps[] = {&ForwardParams::q_map, &ForwardParams::k_map,
                                                    &ForwardParams::v_map, &ForwardParams::bias_map};
 
@@ -20,7 +20,7 @@ KernelUse main_kernel(const ForwardPlan& plan) {
   return {{"sm90/forward/forward.cu", kernel_config(plan)}, "fulgur_forward", plan.shared_bytes};
 }
 
-/// V for products of e4m3.
+/// The kernel that prepares V for products of e4m3.
 KernelUse values_kernel(const ForwardPlan& plan) {
   return {{"sm90/forward/values.cu", kernel_config(plan)},
           "fulgur_forward_values",
@@ -62,7 +62,7 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
                {{{plan.copies_q, copies[0], types.q},
                  {plan.copies_k, copies[1], types.k},
                  {plan.copies_v, copies[2], types.v}}});
-  inputs_[2].any_alignment |= plan.centers_v();  // it is no tensor map's
+  inputs_[2].any_alignment |= plan.centers_v();  // no tensor map reads V
   if (plan.bias_tile() != 0)
     add_input("bias", &ForwardArgs::bias, shapes.bias, {plan.copies_bias, copies[3]});
   if (plan_.work.q_tiles == 0) return;
@@ -79,7 +79,7 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
   values_kernel_ = gpu.kernel(values_kernel(plan_)).function;
   params_.values = centered_values(p, plan_);
   values_warps_ = kernels::values_warps(static_cast<int>(p.sk), plan_.block_keys);
-  // A CTA for 32 columns of a stretch.
+  // A CTA computes 32 columns of a stretch.
   const int columns = static_cast<int>(p.batch * p.hk) * plan_.value_dim;
   values_grid_ = p.sk > 0 ? columns / 32 * params_.values.stretches : 0;
 }
@@ -105,8 +105,8 @@ ForwardParams ForwardExecutable::arguments(const ForwardArgs& args, const Run& r
   if (plan_.store == ForwardPlan::Store::kTiles) place(out_, p.o.data, &p.o_map);
   for (size_t i = 0; i < inputs_.size(); ++i) {
     if (!has_map(i)) continue;
-    // An empty q or out launches nothing; empty k and v are never read, but their maps must be
-    // valid: they lie around out.
+    // With an empty q or out nothing is launched. Empty k and v are never read, but their tensor
+    // maps must be valid: they point to out.
     const TensorShape& shape = inputs_[i].shape;
     place(shape, shape.empty() ? p.o.data : inputs_[i].data(args, workspace), &(p.*kMaps[i]));
   }
@@ -122,7 +122,8 @@ void ForwardExecutable::launch(const ForwardArgs& args, const Run& run, char* wo
     cuda::launch(stream, values_kernel_, &params, {values_grid_}, 32 * values_warps_,
                  values_warps_ * kernels::kValuesWarpBytes, "launching the kernel that centres V");
   }
-  // Q, K and the first scores come while V is prepared; CTAs begin while the map is made.
+  // The kernel loads Q and K and computes first scores while V is prepared, and starts while the
+  // map is made.
   const bool prepares_v = plan_.pairs && (values_grid_ > 0 || plan_.widens_v);
   const Start start = prepares_v || map_.launches() ? Start::kEarly : Start::kAfterAll;
   cuda::launch(stream, kernel_, &params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,

@@ -8,10 +8,10 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// What a plan launches: the forward kernel first, if there is work, then those with it.
+/// The kernels of a plan: first the forward kernel, if there is work.
 std::vector<KernelUse> forward_kernels(const ForwardPlan& plan);
 
-/// The host's half of sm90/forward/forward.cu: a plan with its compiled kernels on a device.
+/// The host half of sm90/forward/forward.cu: a plan with its compiled kernels on a device.
 class ForwardExecutable final : public ForwardPassExecutable {
  public:
   ForwardExecutable(const Problem& problem, Gpu& gpu, const ForwardPlan& plan,
@@ -29,7 +29,7 @@ class ForwardExecutable final : public ForwardPassExecutable {
   TileMap map_;
   CUfunction kernel_ = nullptr, values_kernel_ = nullptr;
   int values_grid_ = 0, values_warps_ = 0;
-  ForwardParams params_{};  ///< what every run has in common
+  ForwardParams params_{};  ///< the arguments that are the same in every run
 };
 
 }  // namespace fulgur::cuda::sm90

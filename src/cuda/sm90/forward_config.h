@@ -11,21 +11,21 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// What kernel_config.h fixes at compile time.
+/// The constants of kernel_config.h.
 struct ForwardKey : AnyForwardKey {
   int consumers = 0;   ///< warpgroups of 64 rows each
   int block_keys = 0;  ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
-  bool pairs = false;          ///< K of a tile and V of the one before come together
-  bool mean_products = false;  ///< means of V are added by products, too
+  bool pairs = false;          ///< K of a tile and V of the previous tile are loaded together
+  bool mean_products = false;  ///< means of V are added by products of the tensor cores
   bool dropout = false;
   bool shares_blocks = false;  ///< the heads of a group share blocks of rows
-  int box_keys = 0;            ///< keys that TMA loads at a time: of one page
+  int box_keys = 0;            ///< keys of a TMA box, all of one page
   bool split_tail = false;
   enum class Store : uint8_t { kTiles, kRows, kElements };
-  Store store = Store::kTiles;  ///< how O leaves
-  bool fused_map = false;       ///< one kernel makes the map of tiles; no kernel's text says so
+  Store store = Store::kTiles;  ///< how O is stored
+  bool fused_map = false;       ///< the map of tiles is fused; no device text depends on it
 
   template <class F>
   void for_each_field(const F& f) const {
@@ -48,7 +48,7 @@ struct ForwardKey : AnyForwardKey {
   }
   bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
-  /// V comes as an image of key tiles for products of e4m3 (kernels/sm90/forward/values.cuh).
+  /// Whether another kernel prepares V for products of e4m3 (kernels/sm90/forward/values.cuh).
   bool centers_v() const { return dtypes.v == DType::kE4M3; }
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
@@ -64,7 +64,7 @@ struct ForwardKey : AnyForwardKey {
 struct ForwardLaunch {
   int shared_bytes = 0;
   int residents = 1;     ///< CTAs that fit an SM
-  bool shares = false;   ///< and there are so many that some share one
+  bool shares = false;   ///< whether there are so many CTAs that some share an SM
   kernels::Work work{};  ///< how rows, heads and keys are cut into q tiles
   int grid = 0;          ///< CTAs
   bool operator==(const ForwardLaunch&) const = default;
@@ -90,9 +90,10 @@ struct ForwardPlan : ForwardKey, ForwardLaunch {
     return shares_blocks ? static_cast<int>(p.group()) : 1;
   }
   int threads() const { return 128 * (consumers + 1); }
-  /// Floats that parts of split blocks leave for the last one.
+  /// Floats of the partial results of split blocks.
   int64_t partial_floats() const;
-  /// Counters that are zero between launches: two of the scheduler, and the tickets.
+  /// Counters that are zero between launches: two of the scheduler, and the tickets of split
+  /// blocks.
   int counters() const;
 };
 

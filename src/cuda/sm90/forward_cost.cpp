@@ -10,35 +10,38 @@ namespace fulgur::cuda::sm90 {
 namespace {
 
 // Measured on an H200.
-constexpr double kTensorFlops = 4096;      // of the tensor cores a cycle
-constexpr double kSoftmaxScores = 11.2;    // scores a cycle with busy tensor cores, all warpgroups
-constexpr double kCodesScores = 13.2;      // the same with P of e4m3
-constexpr double kSoftmaxAlone = 7;        // the same, one warpgroup
+constexpr double kTensorFlops = 4096;  // of the tensor cores per cycle
+constexpr double kSoftmaxScores =
+    11.2;                              // scores per cycle of all warpgroups, with busy tensor cores
+constexpr double kCodesScores = 13.2;  // the same with P of e4m3
+constexpr double kSoftmaxAlone = 7;    // the same, one warpgroup
 constexpr double kTransformScores = 5;     // the same with softcap, ALiBi or dropout
 constexpr double kTransformOfThree = 5.6;  // the same by three warpgroups, no dropout, no map
 constexpr double kBytesScores = 6.5;       // the same with a bool mask of bytes
 constexpr double kHeldScores = 6.9;        // the same with a bias held in registers
 constexpr double kBitsFactor = 1.13;       // of the time of a plain call, with a bool mask of bits
-constexpr double kCopyBytes = 43;          // from L2 a cycle
-constexpr double kReadShare = 0.8687;      // of what the memory gives
-constexpr double kProductTurn = 22;        // between key tiles of a warpgroup, where products bind
-constexpr double kSoftmaxTurn = 46;        // the same where softmax binds
-constexpr double kCodesTurn = 112;         // the same with P of e4m3
-constexpr double kChainCycles = 220;       // barriers and waits of a warpgroup, each key tile
-constexpr double kEndCycles = 1800;        // Q on its way in, O on its way out
-constexpr double kHiddenEndCycles = 700;   // the same when the next Q is there already
-constexpr double kPartBytes = 16;          // of partial results, written or read a cycle
-constexpr double kSplitLoop = 1.03;  // whole blocks of a kernel that can split take so much longer
-constexpr double kAlike = 0.8;       // the shortest block of the longest, if all end in waves
+constexpr double kCopyBytes = 43;          // from L2 per cycle
+constexpr double kReadFraction = 0.8687;   // of the memory bandwidth
+constexpr double kProductTurn =
+    22;  // between key tiles of a warpgroup, if products are the bottleneck
+constexpr double kSoftmaxTurn = 46;       // the same if softmax is the bottleneck
+constexpr double kCodesTurn = 112;        // the same with P of e4m3
+constexpr double kChainCycles = 220;      // barriers and waits of a warpgroup, per key tile
+constexpr double kEndCycles = 1800;       // load of Q, store of O
+constexpr double kHiddenEndCycles = 700;  // the same if the next Q is loaded already
+constexpr double kPartBytes = 16;         // of partial results, written or read per cycle
+constexpr double kSplitLoop = 1.03;       // factor of whole blocks of a kernel that can split
+constexpr double kAlike =
+    0.8;  // minimum ratio of the shortest to the longest block, if blocks run in waves
 
 struct KeyTile {
-  double steady;  // cycles between two of them
-  double ends;    // first S and softmax of a tile, where warpgroups wait for the same units
+  double steady;  // cycles between two key tiles
+  double ends;    // first S and softmax of a block, when warpgroups wait for the same units
 };
 
 KeyTile key_tile_cycles(const ForwardPlan& plan) {
-  const double scores = 64.0 * plan.block_keys;  // of a warpgroup
-  // Products of 8 bits are as fast as those of half as many columns of 16.
+  const double scores = 64.0 * plan.block_keys;  // per key tile of a warpgroup
+  // Products of 8 bits are as fast as those of half as many columns of 16 bits.
   const int64_t dim_bytes =
       plan.head_dim * size_of(plan.dtypes.k) + plan.value_dim * size_of(plan.dtypes.v);
   const double dims = static_cast<double>(dim_bytes) / 2;
@@ -57,7 +60,7 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
                       : codes    ? kCodesScores
                                  : kSoftmaxScores;
   const double turn = codes ? kCodesTurn : kSoftmaxTurn;
-  // A warpgroup that has the SM to itself waits for no other.
+  // A warpgroup that is alone on an SM waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;
   const double alone = slow       ? slow_rate
                        : of_bytes ? kBytesScores
@@ -66,21 +69,21 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double copy = plan.block_keys * static_cast<double>(dim_bytes) / kCopyBytes;
   const double products = plan.consumers * (product + kProductTurn);
   const double softmax = plan.consumers * (scores / rate + turn);
-  // Where softmax binds, that of the other warpgroups goes on meanwhile.
+  // If softmax is the bottleneck, that of the other warpgroups continues during the wait.
   const int waiting = softmax > products ? 1 : plan.consumers;
   const double factor = plan.mask_bits ? kBitsFactor : 1;
   return {factor * std::max({products, softmax, copy, product + scores / alone + kChainCycles}),
           waiting * (product / 2 + scores / rate)};
 }
 
-/// Items of `all` cycles together, the longest taken first. Each is taken when the one before it
-/// ends, and so SMs wait for each other half a short q tile on average.
+/// Cycles of work of `all` cycles, scheduled longest first: each SM computes the next item as soon
+/// as it is free, so that SMs wait at the end for half of the shortest item on average.
 double longest_first(double longest, double shortest, double all, int sms) {
   return std::max(longest, all / sms + 0.5 * shortest);
 }
 
-/// Keys of the longest sequence, less those of a chunk that has just begun where others may be
-/// shorter: these see whole chunks.
+/// Keys of the longest sequence. If others may be shorter, without those of a last, incomplete
+/// chunk: shorter sequences see whole chunks.
 int keys_of_longest(const Problem& p) {
   const bool whole = chunk_binds(p) && !p.alike() && p.sk > p.mask.chunk;
   return static_cast<int>(whole ? p.sk - p.sk % p.mask.chunk : p.sk);
@@ -117,7 +120,7 @@ BlockCost block_cost(const ForwardPlan& plan, const Problem& p) {
 
 double reading_cycles(const Problem& p, const Card& card) {
   const double keys = static_cast<double>(p.batch) * static_cast<double>(p.sk);
-  return keys * static_cast<double>(p.key_bytes()) / (kReadShare * card.bytes_per_cycle);
+  return keys * static_cast<double>(p.key_bytes()) / (kReadFraction * card.bytes_per_cycle);
 }
 
 double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int splits, int sms) {
@@ -127,8 +130,8 @@ double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int
     const int count = cost.key_tiles[block], splits_here = block < cut ? splits : 1;
     const double leave = splits_here > 1 ? cost.leave_split : 0;
     all += heads * (splits_here * (cost.end + 2 * leave) + count * cost.key_tile);
-    const int most = (count + splits_here - 1) / splits_here;
-    longest = std::max(longest, cost.end + most * cost.key_tile + (splits_here + 1) * leave);
+    const int max_tiles = (count + splits_here - 1) / splits_here;
+    longest = std::max(longest, cost.end + max_tiles * cost.key_tile + (splits_here + 1) * leave);
   }
   const int q_tiles = heads * (blocks + cut * (splits - 1));
   if (q_tiles <= sms) return kSplitLoop * longest;

@@ -6,24 +6,25 @@
 
 namespace fulgur::cuda::sm90 {
 
-/// SM cycles of the row blocks of one head.
+/// The SM cycles of the row blocks of one head.
 struct BlockCost {
   double mean = 0, longest = 0, shortest = 0;
-  double leave_split = 0;        ///< to leave one split of a block, or to add one up
+  double leave_split = 0;        ///< to store the partial result of a split, or to add it
   double end = 0, key_tile = 0;  ///< of a block with its key tiles, and of one of these
-  std::vector<int> key_tiles{};  ///< of each row block of a head, in the order they are taken
+  std::vector<int> key_tiles{};  ///< of each row block of a head, in the order of their computation
 };
 
-/// Predicts the row blocks of a plan whose tile and stages are set: each key tile takes as long as
-/// the slowest of tensor cores, softmax, copies, and one warpgroup's own chain of the first two; at
-/// the ends of a block the tensor cores' work overlaps with nothing, where they bind.
+/// Predicts the row blocks of a plan whose tile and stages are set. A key tile takes as long as the
+/// slowest of tensor cores, softmax, copies, and the latency of products and softmax of a
+/// warpgroup. If tensor cores are the bottleneck, their work at the ends of a block overlaps with
+/// nothing.
 BlockCost block_cost(const ForwardPlan& plan, const Problem& problem);
 
-/// Cycles in which K and V come from memory once, spread over all SMs: what binds where
-/// rows are few.
+/// Cycles to read K and V from memory once by all SMs, which is the bottleneck of calls with few
+/// rows.
 double reading_cycles(const Problem& problem, const Card& card);
 
-/// Whether all row blocks take about as long.
+/// Whether all row blocks take about the same time.
 bool alike(const BlockCost& cost);
 
 /// Predicts a launch of `blocks` row blocks, those from `first_split` on cut into `splits`.

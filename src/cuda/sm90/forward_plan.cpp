@@ -17,12 +17,13 @@
 namespace fulgur::cuda::sm90 {
 namespace {
 
-constexpr int kMaxSplits = 8;  // more have not been measured
+constexpr int kMaxSplits = 8;  // more splits have not been measured
 constexpr int kMaxCutPagesDim = 192, kMaxChunkPagesDim = 192;
-constexpr double kWorthCutting = 0.85;  // of the time of unequal blocks: the model is rough
+constexpr double kWorthCutting =
+    0.85;  // maximum of the predicted time ratio for which unequal blocks are cut
 constexpr int kLongKeys = 2048;
-constexpr int kSharingRows = 768;                // at the same K and V, or memory binds
-constexpr int kMaxStages = 6, kKeysAhead = 512;  // more buffers hide nothing more
+constexpr int kSharingRows = 768;  // that read the same K and V; with fewer, calls are memory-bound
+constexpr int kMaxStages = 6, kKeysAhead = 512;  // more buffers hide no more latency
 
 using kernels::Work;
 
@@ -33,7 +34,7 @@ kernels::ForwardLayout layout_of(const ForwardPlan& plan) {
                                   plan.mask_bits});
 }
 
-/// Registers a thread that setmaxnreg gives to producer and consumers.
+/// Registers per thread that setmaxnreg gives to producer and consumers.
 struct Registers {
   int producer, consumer;
 };
@@ -46,21 +47,22 @@ constexpr Registers registers_of(int consumers) {
 
 constexpr int kPageRegisters = 40;  // of a producer that looks up pages
 
-/// Tiles for d and dv up to max_dim, and dv up to max_value_dim. The compiler keeps their S, O
-/// and P in registers whatever the other options; with more keys or dims it would spill. The model
-/// was fitted to those above above_dim; for less only tuning takes them.
+/// A tile for d and dv up to max_dim, and dv up to max_value_dim. The compiler keeps its S, O and P
+/// in registers with all options of `scores`; with more keys or dims it would spill. The cost model
+/// was fitted to dims above above_dim; for smaller ones only tuning chooses the tile.
 struct Tile {
   enum Scores {
     kPlain = 1,
     kTransformed = 2,
     kDropped = 4,
     kBiased = 8,
-    kMasked = 16,  ///< by bits of a bool mask
-    kHeld = 32     ///< a bias of 16 bits, in registers: holds_bias()
-  };               // but kPlain all take registers
+    kMasked = 16,  ///< with bits of a bool mask
+    kHeld = 32     ///< a bias of 16 bits in registers: holds_bias()
+  };               // all but kPlain need registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
-  int scores;  ///< kDropped: transformed or not; kBiased: that, dropped or not
-  /// Of e4m3 alone, whose K leaves room for more keys, or where P V is, too.
+  int scores;  ///< kDropped: with or without a transformation; kBiased: also with or without
+               ///< dropout
+  /// Tiles for e4m3 only: K leaves shared memory for more keys, or P V is of e4m3, too.
   enum Codes { kAnyElements, kCodes, kCodesInPV };
   Codes codes = kAnyElements;
 };
@@ -81,21 +83,20 @@ constexpr Tile kTiles[] = {
     {192, 256, 256, 2, 80, kUndropped, Tile::kCodes},
     {96, 128, 128, 3, 96, kUndropped, Tile::kCodesInPV},
     {128, 256, 256, 2, 96, kUndropped, Tile::kCodesInPV},
-    {128, 256, 256, 2, 32, Tile::kBiased},  // a bias of f32
+    {128, 256, 256, 2, 32, Tile::kBiased},  // with a bias of f32
 };
 
-/// What each of the CTAs of an SM may have: of all, each but one takes some for
-/// the system.
+/// Shared memory of each of `residents` CTAs of an SM. CUDA reserves some for each CTA but one.
 int shared_bytes_of(int residents, const Card& card) {
   constexpr int kReservedBytes = 1024;
   return card.shared_bytes / residents - kReservedBytes * (residents - 1);
 }
 
-constexpr int kBoxRows = 8;        // the swizzle's: boxes of a tile begin where it does
-constexpr int kAnyBlockKeys = 64;  // whether a tensor has a map does not depend on it
+constexpr int kBoxRows = 8;  // the period of the swizzle: boxes of a tile begin at multiples of it
+constexpr int kAnyBlockKeys = 64;  // whether a tensor needs a copy does not depend on it
 
-/// How O leaves: through the buffer that Q was in, if there is another and V's columns lie as they
-/// are. TMA writes multiples of 16 bytes.
+/// How O is stored: by TMA from the buffer of Q, if there is a second one and rows of O can be
+/// addressed by TMA, which writes multiples of 16 bytes.
 ForwardPlan::Store store_of(const Problem& p, bool through_q) {
   if (p.dv * size_of(p.dtypes.out) % kCopyAlignment != 0 ||
       !not_addressable(forward_shapes(p, kAnyBlockKeys).o).empty()) {
@@ -104,7 +105,7 @@ ForwardPlan::Store store_of(const Problem& p, bool through_q) {
   return through_q ? ForwardPlan::Store::kTiles : ForwardPlan::Store::kRows;
 }
 
-/// What the problem fixes for every tile. `bits`: a bool mask comes as bits.
+/// The decisions that are the same for every tile. `bits`: a bool mask is read as bits.
 ForwardPlan common(const Problem& p, bool bits) {
   ForwardPlan plan;
   static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(p);
@@ -115,7 +116,8 @@ ForwardPlan common(const Problem& p, bool bits) {
   if (plan.dtypes.v != p.dtypes.v) plan.widens_v = p.dtypes.v;
   plan.maps_tiles = plan.mask_mod;
   if (bits) use_mask_bits(plan);
-  // With a bias K has buffers for longer than V; a map does not say which tile is before one.
+  // With a bias, buffers of K are in use for longer than those of V; with a map of tiles the
+  // previous tile is not known in advance.
   plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0 && !plan.maps_tiles;
   plan.copies_v = plan.centers_v() ? ""
                   : plan.widens_v  ? "its codes are multiplied as f16"
@@ -124,10 +126,10 @@ ForwardPlan common(const Problem& p, bool bits) {
   return plan;
 }
 
-/// Whether the heads of a group share blocks: where that makes a twentieth fewer of them, or levels
-/// what the strips of 256 rows see under a band. Rows of a bias and maps of tiles are a head's, and
-/// invariant calls have one kernel whatever their lengths. Codes, pages and expressions have not
-/// been measured.
+/// Whether the heads of a group share blocks: if there are at max_cycles 5% fewer blocks then, or
+/// if it balances the keys that the strips of 256 rows see under a band. Not with a bias or a map
+/// of tiles, which belong to one head, nor in invariant calls, whose kernel must not depend on
+/// lengths. Low-bit formats, pages and expressions have not been measured.
 bool shares_blocks(const ForwardPlan& plan, const Problem& p) {
   if (plan.bias != 0 || plan.maps_tiles || p.invariant) return false;
   if (p.dtypes.q == DType::kE4M3 || plan.page > 0 || p.expressions.given()) return false;
@@ -138,7 +140,7 @@ bool shares_blocks(const ForwardPlan& plan, const Problem& p) {
   return 20 * together < 19 * apart || levels;
 }
 
-/// Whether means of V are added by products, too: where a row has many columns of them, or many
+/// Whether means of V are added by products of the tensor cores: if rows have many columns or many
 /// stretches. Measured with d 64, 128 and 256.
 bool has_mean_products(const ForwardPlan& plan, const Problem& p) {
   if (!plan.centers_v() || !plan.pairs || plan.has_left) return false;
@@ -146,19 +148,21 @@ bool has_mean_products(const ForwardPlan& plan, const Problem& p) {
   return plan.value_dim > 128 || (plan.value_dim > 64 && many);
 }
 
-/// Fills the shared memory with buffers. False when it does not hold two of K and two of V.
+/// Sets the number of buffers to fill shared memory. Returns false if two of K and two of V do not
+/// fit.
 bool derive_stages(ForwardPlan& plan, int shared_bytes) {
-  const int most = std::min(kMaxStages, kKeysAhead / plan.block_keys);
-  // Two buffers of Q hide the end of a block, where they leave enough to hide the loads of K and V.
+  const int max_stages = std::min(kMaxStages, kKeysAhead / plan.block_keys);
+  // Two buffers of Q overlap the end of a block with the next one, if enough shared memory is left
+  // to hide the loads of K and V.
   for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
     plan.k_stages = plan.v_stages = 0;
-    const kernels::ForwardLayout one = layout_of(plan);  // bytes of a buffer
-    const int room = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
-    plan.v_stages = std::min(room / (one.k_bytes + one.v_bytes), most);
-    plan.k_stages = plan.pairs
-                        ? plan.v_stages
-                        : std::min((room - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
-                                   std::min(plan.v_stages + 1, most));
+    const kernels::ForwardLayout one = layout_of(plan);  // the bytes of one buffer each
+    const int free_bytes = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
+    plan.v_stages = std::min(free_bytes / (one.k_bytes + one.v_bytes), max_stages);
+    plan.k_stages =
+        plan.pairs ? plan.v_stages
+                   : std::min((free_bytes - plan.v_stages * one.v_bytes) / std::max(one.k_bytes, 1),
+                              std::min(plan.v_stages + 1, max_stages));
     plan.shared_bytes = layout_of(plan).bytes;
     if (plan.k_stages + plan.v_stages >= 5) return true;
   }
@@ -166,13 +170,13 @@ bool derive_stages(ForwardPlan& plan, int shared_bytes) {
   return plan.k_stages >= 2 && plan.v_stages >= 2;
 }
 
-/// Divides the heads into sections, inside which row blocks are outermost. Most are one kv head, so
-/// that K and V come to L2 once and little by little, with the copies of other heads. The last
-/// one is as long as it takes to leave the SMs with short blocks at the end. Under a
-/// band all heads may be in it, if enough SMs share the K and V of each.
+/// Divides the heads into sections, in which row blocks are the outer loop. Most sections are one
+/// kv head, so that K and V are loaded to L2 once, spread over time. The last section has so many
+/// heads that the blocks at its end, which are short under a band, fill all SMs. Under a band all
+/// heads may be in it, if enough SMs read the K and V of each.
 void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
   const bool band = plan.has_left || plan.has_right;
-  const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // an SM
+  const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // per SM
   const int64_t heads = ceil_div(int64_t{blocks} * sms, std::max(plan.work.row_blocks, 1));
   Work& work = plan.work;
   work.section_heads = static_cast<int>(p.group()) / plan.block_heads(p);
@@ -190,12 +194,13 @@ void cut_blocks(ForwardPlan& plan, int first, int end, int splits) {
   plan.work.q_tiles = kernels::blocks_of(plan.work) + (end - first) * (splits - 1);
 }
 
-/// Cuts the last blocks, all about as long, where they leave SMs idle. Returns the cycles.
+/// Cuts the last blocks, which all take about the same time, if they leave SMs idle. Returns the
+/// predicted cycles.
 double cut_last_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const int blocks = kernels::blocks_of(plan.work), first = blocks - blocks % sms;
   if (blocks == 0) return best;
-  const int most = std::min(kMaxSplits, std::ranges::min(cost.key_tiles));
-  for (int splits = 2; splits <= most && first < blocks; ++splits) {
+  const int max_splits = std::min(kMaxSplits, std::ranges::min(cost.key_tiles));
+  for (int splits = 2; splits <= max_splits && first < blocks; ++splits) {
     const double cycles = predicted_cycles(cost, blocks, first, splits, sms);
     if (cycles >= best) continue;
     best = cycles;
@@ -204,27 +209,27 @@ double cut_last_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, double
   return best;
 }
 
-/// Where a band makes blocks unequal, and there are less of them than SMs, cuts those that are
-/// longer than a split of the longest: they come first. Returns the cycles.
+/// If a band makes blocks unequal, and there are fewer of them than SMs, cuts the blocks that are
+/// longer than a split of the longest one; they are the first ones. Returns the predicted cycles.
 double cut_longest_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, double best) {
   const Work whole = plan.work;
   if (kernels::blocks_of(whole) >= sms || whole.bulk_heads > 0) return best;
   const std::vector<int>& tiles = cost.key_tiles;
   const int longest = tiles.empty() ? 0 : *std::max_element(tiles.begin(), tiles.end());
-  double least = kWorthCutting * best;
+  double max_cycles = kWorthCutting * best;
   for (int splits = 2; splits <= std::min(kMaxSplits, longest); ++splits) {
     const auto is_short = [&](int count) { return count * splits <= longest; };
     const int cut =
         static_cast<int>(std::find_if(tiles.begin(), tiles.end(), is_short) - tiles.begin());
     const double cycles = predicted_cycles_of_splits(cost, whole.heads, cut, splits, sms);
-    if (cycles >= least) continue;
-    best = least = cycles;
+    if (cycles >= max_cycles) continue;
+    best = max_cycles = cycles;
     cut_blocks(plan, 0, whole.heads * cut, splits);
   }
   return best;
 }
 
-/// Decides how blocks are shared out, and returns the predicted cycles.
+/// Decides how blocks are distributed among CTAs. Returns the predicted cycles.
 double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers, plan.block_heads(p));
@@ -232,15 +237,15 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   divide_heads(plan, p, card.sms);
   const int blocks = kernels::blocks_of(work);
   work.first_split = work.end_split = work.q_tiles = blocks;
-  // Where each block has an SM of its own, none shares one.
+  // If each block has an SM of its own, no CTAs share one.
   plan.shares = plan.residents > 1 && blocks > card.sms;
   const int at_once = card.sms * (plan.shares ? plan.residents : 1);
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   plan.grid = std::min(at_once, blocks);
-  // Parts of a block would depend on how many blocks there are, that is on the batch; and the
-  // lengths of packed sequences are not known here. Over pages the widest heads leave no registers,
-  // nor does a bias that is held.
+  // No splits in invariant calls, where they would depend on the number of blocks, that is on the
+  // batch; nor of packed sequences, whose lengths are not known here. With pages the widest heads
+  // have no registers left for them, nor has a bias in registers.
   const bool no_registers = (plan.page > 0 && plan.value_dim > kMaxCutPagesDim) ||
                             kernels::holds_bias(plan.bias_tile(), plan.consumers);
   if (!p.invariant && !plan.packed && !no_registers) {
@@ -256,7 +261,7 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   return best;
 }
 
-/// Cycles by which tiles are compared. Schedules the plan.
+/// The predicted cycles by which tiles are compared. Schedules the plan.
 double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   const double cycles = schedule(plan, p, card);
   if (!p.invariant) return cycles;
@@ -266,8 +271,8 @@ double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
   return schedule(other, one, card);
 }
 
-/// Whether three warpgroups hold the bias in registers: one of 16 bits, in a call without what
-/// takes some from them or from the producer.
+/// Whether three warpgroups hold the bias in registers: if it has 16 bits, and no other option of
+/// the call needs registers of the consumers or of the producer.
 bool holds_bias(const Problem& p) {
   const bool bias = p.has(Arg::kBias) && size_of(p.bias.dtype) == 2;
   const bool plain = p.alike() && p.origin == Origin{} && !(left_binds(p) && right_binds(p)) &&
@@ -275,10 +280,10 @@ bool holds_bias(const Problem& p) {
   return bias && plain && size_of(p.dtypes.v) == 2;
 }
 
-/// Why it does not compute keys in such pages; empty when it does.
+/// Why it does not compute keys in such pages; empty if it does.
 std::string pages_rejected(const Problem& p) {
-  // The bits of a decoding step must not depend on what else is in its batch, and those are the
-  // decode kernel's.
+  // The bits of a decoding step must not depend on its batch, so a decode kernel computes all
+  // invariant calls with pages.
   if (p.invariant) return "computes pages without `invariant`";
   if (p.cache.page % kBoxRows != 0) {
     return fmt::format("computes pages of multiples of {} keys, got {}", kBoxRows, p.cache.page);
@@ -287,7 +292,7 @@ std::string pages_rejected(const Problem& p) {
     return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
                        p.cache.ids, p.cache.page);
   }
-  // With the ids of pages the widest heads leave no registers for chunks.
+  // With page ids the widest heads have no registers left for chunks.
   if (chunk_binds(p) && std::max(p.d, p.dv) > kMaxChunkPagesDim) {
     return fmt::format("computes chunks over pages with d and dv up to {}, got {} and {}",
                        kMaxChunkPagesDim, p.d, p.dv);
@@ -376,9 +381,10 @@ std::string forward_rejects(const Problem& p) {
       return fmt::format("{} {}", name, why);
     }
   }
-  // The least rows of a block bound the count of items; the kernel numbers them with ints.
+  // Blocks of the minimum of rows bound the number of work tiles, which the kernel counts with
+  // ints.
   const int64_t blocks = std::max<int64_t>((p.sq + 127) / 128, 1);
-  // Doubles, as with no rows of q there may be any number of its heads.
+  // Products of doubles cannot overflow: without rows of q it may have any number of heads.
   const double heads = static_cast<double>(p.batch) * static_cast<double>(p.hq);
   if (heads * static_cast<double>(blocks) * kMaxSplits > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^28 row blocks, got {:.0f} heads of {}", heads, blocks);
@@ -388,19 +394,19 @@ std::string forward_rejects(const Problem& p) {
 
 namespace {
 
-/// Adds those that take a bool mask as bits, or all others.
+/// Adds the candidates that read a bool mask as bits, or all others.
 void add_candidates(const Problem& p, const Card& card, bool bits,
                     std::vector<Fitting<ForwardPlan>>* tiles, std::vector<std::string>* rejected) {
   const bool codes = p.dtypes.q == DType::kE4M3;
-  // Of expressions those of d up to 128 alone were measured with other tiles.
+  // With expressions only d up to 128 was measured with other tiles.
   const int64_t dim = std::max(p.d, p.dv);
   const bool biased = !bits && (p.has(Arg::kBias) || (p.expressions.given() && dim > 128));
   const int scores = (bits ? Tile::kMasked : 0) | (biased            ? Tile::kBiased
                                                    : p.dropout_p > 0 ? Tile::kDropped
                                                    : transforms(p)   ? Tile::kTransformed
                                                                      : Tile::kPlain);
-  // Of d up to 64 three warpgroups are up to 1.08 times as fast as one where all SMs have blocks of
-  // theirs, but not with a map of tiles.
+  // For d up to 64 tiles of three warpgroups are up to 1.08 times as fast as those of one if all
+  // SMs have such a block, but not with a map of tiles.
   const double blocks = static_cast<double>(p.total_q) * static_cast<double>(p.hq) / 192;
   const bool of_three = p.expressions.changes_scores() && !p.expressions.masks() && dim <= 64 &&
                         blocks >= 2 * card.sms && !p.invariant;
@@ -416,7 +422,8 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
     const bool centers = t.plan.centers_v();
     if (centers && tile.block_keys % kernels::k_step(kernels::kE4M3) != 0) continue;
     if (tile.codes != Tile::kAnyElements && (tile.codes == Tile::kCodesInPV) != centers) continue;
-    if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes)) continue;  // nor do these
+    if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes))
+      continue;  // these leave none for chunks
     t.plan.consumers = tile.consumers;
     t.plan.shares_blocks = shares_blocks(t.plan, p);
     t.plan.work.heads = static_cast<int>(p.batch * p.hq) / t.plan.block_heads(p);
@@ -437,7 +444,7 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
     t.plan.store = store_of(p, t.plan.q_stages > 1 && !centers);
     t.plan.fused_map = t.plan.maps_tiles && fuses_map(p, t.plan.map_tiles());
     t.cycles = predict(t.plan, p, card) + packing_cycles(p, t.plan, card);
-    // How much is read depends on the batch, which the tile of an invariant call must not.
+    // The bytes read depend on the batch; the tile of an invariant call must not.
     if (!p.invariant) t.cycles = std::max(t.cycles, reading_cycles(p, card));
     if (std::max(p.d, p.dv) <= tile.above_dim && !p.cache.paged() && !biased) {
       t.tuned_only = fmt::format("made for d or dv above {}", tile.above_dim);
@@ -459,7 +466,8 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
 Explanation describe(const ForwardPlan& plan) {
   const Work& work = plan.work;
   Explanation e;
-  // A warpgroup computes a strip of rows at a time: blocks of several may begin at any of them.
+  // Br of the explanation is a strip: each is computed by one warpgroup, and blocks begin at any
+  // strip.
   e.Br = plan.block_rows() / plan.consumers;
   e.Bc = plan.block_keys;
   const auto say = [&](std::string sentence) { e.decisions.push_back(std::move(sentence)); };

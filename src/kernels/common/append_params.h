@@ -51,7 +51,7 @@ struct AppendParams {
   long long table_stride;      // from the ids of a sequence to those of the next, without page_indptr
   long long id_stride;         // from an id to the next
   long long ids;               // of all lists
-  long long room;              // rows of a sequence at most
+  long long capacity;          // maximum of rows of a sequence
   long long entries;           // of a cache: pages, or rows of the batch
   unsigned page;               // rows; 1 without pages
 

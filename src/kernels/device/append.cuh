@@ -76,7 +76,7 @@ __device__ __forceinline__ AppendPlace place_of(const AppendParams& p, const App
   const int length = p.cache_seqlens == nullptr ? 0 : p.cache_seqlens[token.b];
   const u32 row = u32(length) + u32(token.i);
   const long long position = p.k.pairs > 0 ? position_of(p, token.b, token.i) : 0;
-  if (!token.exists || length < 0 || row >= p.room || position < 0) return {false};
+  if (!token.exists || length < 0 || row >= p.capacity || position < 0) return {false};
   if (p.page_table != nullptr) {
     const u32 page = row / p.page;
     long long at = token.b * p.table_stride + page * p.id_stride;

@@ -85,8 +85,8 @@ struct ExpressionPlace {
 #endif
 
   // NaN where an operand is.
-  static __device__ __forceinline__ float least(float x, float y) { return x != x || x < y ? x : y; }
-  static __device__ __forceinline__ float most(float x, float y) { return x != x || x > y ? x : y; }
+  static __device__ __forceinline__ float minimum(float x, float y) { return x != x || x < y ? x : y; }
+  static __device__ __forceinline__ float maximum(float x, float y) { return x != x || x > y ? x : y; }
   static __device__ __forceinline__ int to_int(float x) {
     if (!(x > -2147483648.f)) return x == x ? -2147483647 - 1 : 0;
     return x < 2147483648.f ? int(x) : 2147483647;

@@ -16,7 +16,7 @@ namespace fulgur::kernels {
 enum HullType : int { kBoolHull, kIntHull, kFloatHull };
 
 constexpr double kUnboundedHull = __builtin_bit_cast(double, 0x7ff0000000000000ull);
-constexpr double kLeastInt = -2147483648.0, kLargestInt = 2147483647.0;
+constexpr double kMinInt = -2147483648.0, kMaxInt = 2147483647.0;
 
 // Of integers also which 6-bit hashes they have, by which sets that overlap but have no value in common are told apart.
 // Of what is not an integer all hashes are there.
@@ -32,7 +32,7 @@ struct Hull {
 FULGUR_HULL Hull hull_of_type(HullType type) {
   if (type == kFloatHull) return {};
   if (type == kBoolHull) return {0, 1, false};
-  return {kLeastInt, kLargestInt, false};
+  return {kMinInt, kMaxInt, false};
 }
 
 FULGUR_HULL Hull certain_hull(bool value) { return {value ? 1.0 : 0.0, value ? 1.0 : 0.0, false}; }
@@ -49,7 +49,7 @@ FULGUR_HULL Hull hull_of(float value) {
 
 // Integers that do not wrap.
 FULGUR_HULL Hull integer_hull(double low, double high) {
-  if (low < kLeastInt || high > kLargestInt) return hull_of_type(kIntHull);
+  if (low < kMinInt || high > kMaxInt) return hull_of_type(kIntHull);
   return {low, high, false};
 }
 
@@ -64,11 +64,11 @@ FULGUR_HULL Hull number_hull(HullType type, double low, double high, bool may_be
   return type == kIntHull ? integer_hull(low, high) : float_hull(low, high, may_be_nan);
 }
 
-FULGUR_HULL double least_of(double a, double b) { return a < b ? a : b; }
-FULGUR_HULL double most_of(double a, double b) { return a > b ? a : b; }
+FULGUR_HULL double min_value(double a, double b) { return a < b ? a : b; }
+FULGUR_HULL double max_value(double a, double b) { return a > b ? a : b; }
 
 FULGUR_HULL Hull join_hulls(const Hull& x, const Hull& y) {
-  return {least_of(x.low, y.low), most_of(x.high, y.high), x.may_be_nan || y.may_be_nan, x.hashes | y.hashes};
+  return {min_value(x.low, y.low), max_value(x.high, y.high), x.may_be_nan || y.may_be_nan, x.hashes | y.hashes};
 }
 
 // Operations. `type`: of the operands.
@@ -81,7 +81,7 @@ FULGUR_HULL Hull hull_sub(HullType type, const Hull& x, const Hull& y) {
 FULGUR_HULL Hull hull_mul(HullType type, const Hull& x, const Hull& y) {
   const double a = x.low * y.low, b = x.low * y.high, c = x.high * y.low, d = x.high * y.high;
   if (a != a || b != b || c != c || d != d) return hull_of_type(type);
-  return number_hull(type, least_of(least_of(a, b), least_of(c, d)), most_of(most_of(a, b), most_of(c, d)),
+  return number_hull(type, min_value(min_value(a, b), min_value(c, d)), max_value(max_value(a, b), max_value(c, d)),
                      x.may_be_nan || y.may_be_nan);
 }
 FULGUR_HULL Hull hull_floor_div(HullType, const Hull& x, const Hull& by) {
@@ -93,15 +93,15 @@ FULGUR_HULL Hull hull_mod(HullType, const Hull& x, const Hull& by) {
   return {x.low - turn * by.low, x.high - turn * by.low, false};
 }
 FULGUR_HULL Hull hull_min(HullType, const Hull& x, const Hull& y) {
-  return {least_of(x.low, y.low), least_of(x.high, y.high), x.may_be_nan || y.may_be_nan};
+  return {min_value(x.low, y.low), min_value(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 FULGUR_HULL Hull hull_max(HullType, const Hull& x, const Hull& y) {
-  return {most_of(x.low, y.low), most_of(x.high, y.high), x.may_be_nan || y.may_be_nan};
+  return {max_value(x.low, y.low), max_value(x.high, y.high), x.may_be_nan || y.may_be_nan};
 }
 FULGUR_HULL Hull hull_neg(HullType type, const Hull& x) { return number_hull(type, -x.high, -x.low, x.may_be_nan); }
 FULGUR_HULL Hull hull_abs(HullType type, const Hull& x) {
   const double a = fabs(x.low), b = fabs(x.high);
-  return number_hull(type, x.low <= 0 && x.high >= 0 ? 0 : least_of(a, b), most_of(a, b), x.may_be_nan);
+  return number_hull(type, x.low <= 0 && x.high >= 0 ? 0 : min_value(a, b), max_value(a, b), x.may_be_nan);
 }
 FULGUR_HULL Hull hull_shift_right(HullType type, const Hull& x, const Hull& by) {
   if (!by.known()) return hull_of_type(type);
@@ -109,15 +109,15 @@ FULGUR_HULL Hull hull_shift_right(HullType type, const Hull& x, const Hull& by) 
   return {floor(x.low / divisor), floor(x.high / divisor), false};
 }
 FULGUR_HULL Hull hull_and(HullType type, const Hull& x, const Hull& y) {
-  if (type == kBoolHull) return {least_of(x.low, y.low), least_of(x.high, y.high), false};
+  if (type == kBoolHull) return {min_value(x.low, y.low), min_value(x.high, y.high), false};
   // What one of both has no bits for, the result has none for.
-  if (x.low >= 0 && y.low >= 0) return {0, least_of(x.high, y.high), false};
+  if (x.low >= 0 && y.low >= 0) return {0, min_value(x.high, y.high), false};
   if (x.low >= 0) return {0, x.high, false};
   return y.low >= 0 ? Hull{0, y.high, false} : hull_of_type(type);
 }
 FULGUR_HULL Hull hull_or(HullType type, const Hull& x, const Hull& y) {
   if (type != kBoolHull) return hull_of_type(type);
-  return {most_of(x.low, y.low), most_of(x.high, y.high), false};
+  return {max_value(x.low, y.low), max_value(x.high, y.high), false};
 }
 FULGUR_HULL Hull hull_xor(HullType type, const Hull& x, const Hull& y) {
   return type == kBoolHull && x.known() && y.known() ? certain_hull(x.low != y.low) : hull_of_type(type);
@@ -142,7 +142,7 @@ FULGUR_HULL Hull hull_less_equal(HullType, const Hull& x, const Hull& y) {
 FULGUR_HULL Hull hull_floor(HullType, const Hull& x) { return {floor(x.low), floor(x.high), x.may_be_nan}; }
 FULGUR_HULL Hull hull_to_float(HullType, const Hull& x) { return float_hull(x.low, x.high, false); }
 FULGUR_HULL Hull hull_to_int(HullType, const Hull& x) {
-  if (x.may_be_nan || x.low < kLeastInt || x.high > kLargestInt) return hull_of_type(kIntHull);
+  if (x.may_be_nan || x.low < kMinInt || x.high > kMaxInt) return hull_of_type(kIntHull);
   return {trunc(x.low), trunc(x.high), false};
 }
 FULGUR_HULL Hull hull_select(HullType, const Hull& condition, const Hull& yes, const Hull& no) {
@@ -154,8 +154,8 @@ struct HullRange {
   int first, count;
 };
 FULGUR_HULL HullRange hull_range(const Hull& index, double last) {
-  const int first = int(least_of(most_of(index.low, 0), last));
-  return {first, int(least_of(most_of(index.high, 0), last)) - first + 1};
+  const int first = int(min_value(max_value(index.low, 0), last));
+  return {first, int(min_value(max_value(index.high, 0), last)) - first + 1};
 }
 enum : int { kMaxHullBox = 16 };  // elements of a tensor that are looked at for a tile
 

@@ -55,7 +55,7 @@ TEST_F(OnFakeGpu, AppendLaunchesOnce) {
   EXPECT_EQ(p.cache_batch_idx, nullptr);
   EXPECT_EQ(p.table_stride, 7);
   EXPECT_EQ(p.ids, 7);
-  EXPECT_EQ(p.room, 7 * 16);
+  EXPECT_EQ(p.capacity, 7 * 16);
   EXPECT_EQ(p.entries, 20);
   EXPECT_EQ(p.page, 16u);
   EXPECT_EQ(p.cos, args.rows.rotary.cos.data);
@@ -96,7 +96,7 @@ TEST_F(OnFakeGpu, AppendToRowsOfTheBatch) {
   EXPECT_EQ(p.page_table, nullptr);
   EXPECT_EQ(p.cache_batch_idx, args.cache.cache_batch_idx.data);
   EXPECT_EQ(p.first_positions, args.rows.rotary.rotary_seqlens.data);
-  EXPECT_EQ(p.room, 16);
+  EXPECT_EQ(p.capacity, 16);
   EXPECT_EQ(p.entries, 20);
   EXPECT_EQ(p.interleaved, 1);
   EXPECT_EQ(p.advance, 0);
