@@ -1,4 +1,4 @@
-// The walk over the tiles that a map shows (host_device/tile_map.h).
+// Iterators over the tiles that a map shows (host_device/tile_map.h), for whole warps.
 #pragma once
 #include "device/schedule.cuh"
 
@@ -8,12 +8,12 @@ __device__ __forceinline__ const u64* words_of_block(const SeenWords& map, int b
          map.has_spans();
 }
 
-// The tiles [begin, end) of a block that are seen, one after the other, `down` from the last one or up from the first:
-// a walk as KeyWalk's. A warp walks together. Words: what has a word for each 32 tiles.
+// Iterates over the seen tiles in [begin, end) of a block, in descending order with `down`, else in ascending order.
+// Words: an array with a word for each 32 tiles.
 template <class Words = const u64*>
 class SeenTiles {
  public:
-  int tile = -1;  // the walk is here
+  int tile = -1;  // the current one; -1 at the end
 
   __device__ __forceinline__ SeenTiles(Words words, int begin, int end, bool down)
       : words_(words), first_(begin), last_(end - 1), down_(down) {
@@ -34,7 +34,7 @@ class SeenTiles {
   }
 
  private:
-  // The word from word_ on that has tiles that are seen, 32 at a time.
+  // Finds the next word from word_ on that has seen tiles; a warp reads 32 words at a time.
   __device__ __forceinline__ void find_word() {
     const int lane = threadIdx.x % 32;
     for (; down_ ? word_ >= first_ / 32 : word_ <= last_ / 32; word_ += down_ ? -32 : 32) {
@@ -52,7 +52,7 @@ class SeenTiles {
     }
   }
   __device__ __forceinline__ void take() {
-    const int bit = down_ ? 31 - __clz(int(seen_)) : __ffs(int(seen_)) - 1;  // -1: none
+    const int bit = down_ ? 31 - __clz(int(seen_)) : __ffs(int(seen_)) - 1;  // -1: no tile is left
     tile = seen_ == 0 ? -1 : 32 * word_ + bit;
     seen_ &= ~(1u << (bit & 31));
   }
@@ -61,10 +61,10 @@ class SeenTiles {
   int first_, last_;
   bool down_;
   int word_ = 0;
-  u32 seen_ = 0, partial_ = 0;  // of word_: tiles that are left, and those that are partial
+  u32 seen_ = 0, partial_ = 0;  // of word_: seen tiles that are left, and partial tiles
 };
 
-// The walk over the tiles [begin, end) of a block of a q head of a sequence.
+// Iterates over the seen tiles in [begin, end) of a block of a q head of a sequence.
 __device__ __forceinline__ SeenTiles<> walk_of_block(const SeenWords& map, int batch, int head, int block, int begin,
                                                      int end, bool down) {
   const u64* const words = words_of_block(map, batch, head, block);
@@ -76,13 +76,13 @@ __device__ __forceinline__ SeenTiles<> walk_of_block(const SeenWords& map, int b
   return {words, begin, end, down};
 }
 
-// The steps of a key block that the map shows: of each of its q heads the row tiles.
+// Iterates over the steps of a key block that a map by keys shows: the seen row tiles of each of its q heads.
 template <class Params>
 class SeenSteps {
  public:
-  int g = 0;  // the q head is so many after the first
+  int g = 0;  // the index of the q head among those of the block
 
-  // Of the row tiles [begin, end).
+  // `begin`, `end`: limits of row tiles.
   __device__ __forceinline__ SeenSteps(const Params& p, int batch, int head, int heads, int block, int begin, int end,
                                        bool down)
       : p_(p), batch_(batch), head_(head), heads_(heads), block_(block), begin_(begin), end_(end), down_(down),
@@ -110,8 +110,8 @@ class SeenSteps {
   SeenTiles<> tiles_;
 };
 
-// 1 + the last of the key blocks before one that see a row tile; 0: there is none. In ascending or in descending order
-// of `blocks` key blocks.
+// 1 + the last key block before `block` that sees a row tile; 0 if there is none. `ascending`: the order of the
+// `blocks` key blocks; otherwise they are in descending order.
 template <class Params>
 __device__ __forceinline__ int seen_block_before(const Params& p, int batch, int head, int tile, int block, int blocks,
                                                  bool ascending) {

@@ -1,10 +1,10 @@
-// Arguments of add_rows.cu, which the host and the device share.
+// Arguments of add_rows.cu, the same for the host and the device.
 #pragma once
 #include "host_device/element.h"
 
 enum : int { kAddRowsThreads = 256 };
 
-// Rows of heads, columns side by side; strides in elements.
+// Rows of heads with contiguous columns; strides in elements.
 struct AddedRows {
   void* data;
   fulgur::kernels::Element type;
@@ -13,6 +13,6 @@ struct AddedRows {
 
 struct AddRowsParams {
   AddedRows from, with, to;
-  bool adds;  // `from` and `with`, in f32; else `to` is `from`
+  bool adds;  // to = from + with, in f32; else to = from
   long long batches, rows, heads, dim;
 };

@@ -1,22 +1,22 @@
-// Sums of dS for the gradient of a dense bias, in fragments (attention/fragment.cuh) whose rows are queries: which
-// score tiles a CTA sums in a tile of dbias of kBlockRows queries and kBlockKeys keys, what they add, and how sums are
-// stored. Each element is summed in an order that only the sizes decide, so that the same inputs give the same bits.
+// Sums of dS for the gradient of a dense bias, in fragments (attention/fragment.cuh) whose rows are queries: the score
+// tiles that a CTA sums for a tile of dbias of kBlockRows queries x kBlockKeys keys, their terms, and the stores of
+// sums. The order of each sum depends only on sizes, so that the same inputs give the same bits.
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "backward/params.h"
 #include "device/score.cuh"
 
-// The scores that share a tile of dbias, one tile of them after the other. The producer and the consumers walk through
-// the same tiles.
-struct Walk {
+// Iterates over the tiles of dbias of a CTA and over the score tiles that are summed in each. The producer and the
+// consumers iterate alike.
+struct TileIterator {
   const BackwardParams& p;
   const BiasSums& s;
   int batch, head, row_tile, key_tile;  // of dbias
   int key_end;                          // after the last key tile of this work tile
   long long work;
 
-  __device__ __forceinline__ explicit Walk(const BackwardParams& p) : p(p), s(p.bias_sums), work(blockIdx.x) {}
+  __device__ __forceinline__ explicit TileIterator(const BackwardParams& p) : p(p), s(p.bias_sums), work(blockIdx.x) {}
 
   __device__ __forceinline__ bool more() {
     if (work >= s.work_tiles) return false;
@@ -33,8 +33,8 @@ struct Walk {
     return true;
   }
 
-  // Calls use(batch, head, row, n) for each tile of scores that is summed in the current tile of dbias, and has rows
-  // that see some of its keys.
+  // Calls use(batch, head, row, n) for each score tile that is summed in the current tile of dbias and has rows that
+  // see some of its keys.
   template <class Use>
   __device__ __forceinline__ void for_each_score_tile(Use use) const {
     const int batches = s.of_batch ? batch + 1 : p.batch;
@@ -54,8 +54,8 @@ struct Walk {
   }
 };
 
-// Adds dS of a strip to the sums: S in X, dP in Y. `row`: the strip's first. load_bias(at, column, bias) gives the bias
-// of 16 columns from `column` on, where `at` is the place of the thread's first score.
+// Adds dS of a strip to the sums, from S in X and dP in Y. `row`: the strip's first row. load_bias(at, column, bias)
+// loads the bias of 16 columns from `column` on, where `at` is the place of the thread's first score.
 template <class LoadBias>
 __device__ __forceinline__ void add_gradients(const BackwardParams& p, float (&sums)[kBlockKeys / 2],
                                               const float (&X)[kBlockKeys / 2], const float (&Y)[kBlockKeys / 2],
@@ -98,46 +98,47 @@ __device__ __forceinline__ void add_gradients(const BackwardParams& p, float (&s
   }
 }
 
-// An element of dbias that is summed up.
-__device__ __forceinline__ void store_sum(const BackwardParams& p, const Walk& walk, int query, int key, float sum) {
+// Stores a complete element of dbias.
+__device__ __forceinline__ void store_sum(const BackwardParams& p, const TileIterator& it, int query, int key,
+                                          float sum) {
   const BiasSums& s = p.bias_sums;
   if (query >= s.rows || key >= s.keys) return;
-  const long long at = walk.batch * s.batch_stride + walk.head * s.head_stride + query * s.row_stride +
+  const long long at = it.batch * s.batch_stride + it.head * s.head_stride + query * s.row_stride +
                        key * s.key_stride;
   sum *= p.p_scale;
   if (s.type == kF32) static_cast<float*>(s.data)[at] = sum;
   else static_cast<unsigned short*>(s.data)[at] = s.type == kBF16 ? from_f32<kBF16>(sum) : from_f32<kF16>(sum);
 }
 
-// The sums of a tile to memory, those of all its queries or of all its keys where these share elements. `scratch`: a
-// row of floats for each of `warps` warps, of which four have a strip. Meet::strip() is the thread's, Meet::thread()
-// its number among those of all strips, which meet at `meet()`.
+// Stores the sums of a tile, after adding those of all queries, or of all keys, that belong to the same element.
+// `scratch`: a row of floats for each of `warps` warps; four warps have a strip. Meet::strip() is the strip of a
+// thread, Meet::thread() its number among the threads of all strips, for which meet() is a barrier.
 template <int warps, class Meet>
-__device__ __forceinline__ void store_sums(const BackwardParams& p, const Walk& walk, int key_tile,
+__device__ __forceinline__ void store_sums(const BackwardParams& p, const TileIterator& it, int key_tile,
                                            float (&sums)[kBlockKeys / 2], u32 scratch, const Meet& meet) {
   const BiasSums& s = p.bias_sums;
-  const int query = walk.row_tile * kBlockRows + int(Meet::strip() * 64 + warp_row() + thread_row());
+  const int query = it.row_tile * kBlockRows + int(Meet::strip() * 64 + warp_row() + thread_row());
   const int key = key_tile * kBlockKeys + int(thread_column());
   if (s.of_keys && s.of_rows) {
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i)
-      store_sum(p, walk, query + (i & 2 ? 8 : 0), key + i / 4 * 8 + (i & 1), sums[i]);
+      store_sum(p, it, query + (i & 2 ? 8 : 0), key + i / 4 * 8 + (i & 1), sums[i]);
     return;
   }
-  if (!s.of_keys) {  // of a row, in the first two
+  if (!s.of_keys) {  // sums of a row go to its first two elements
 #pragma unroll
     for (int i = 4; i < kBlockKeys / 2; ++i) sums[i % 4] += sums[i];
     sums[0] = quad_sum(sums[0] + sums[1]);
     sums[1] = quad_sum(sums[2] + sums[3]);
     if (s.of_rows) {
       if (threadIdx.x % 4 == 0) {
-        store_sum(p, walk, query, 0, sums[0]);
-        store_sum(p, walk, query + 8, 0, sums[1]);
+        store_sum(p, it, query, 0, sums[0]);
+        store_sum(p, it, query + 8, 0, sums[1]);
       }
       return;
     }
   }
-  // Of all rows of a warp, then of the warps.
+  // Sums over the rows of a warp, then over warps.
   const int count = s.of_keys ? kBlockKeys : 1;
   const u32 warp = Meet::strip() * 4 + threadIdx.x % 128 / 32;
 #pragma unroll
@@ -156,7 +157,7 @@ __device__ __forceinline__ void store_sums(const BackwardParams& p, const Walk& 
   if (thread < count) {
     float sum = 0;
     for (int i = 0; i < warps; ++i) sum += __int_as_float(load_shared(scratch + 4 * (i * kBlockKeys + thread)));
-    store_sum(p, walk, 0, s.of_keys ? key_tile * kBlockKeys + thread : 0, sum);
+    store_sum(p, it, 0, s.of_keys ? key_tile * kBlockKeys + thread : 0, sum);
   }
   meet();
 }

@@ -9,5 +9,5 @@ struct ExpressionRoundParams {
   fulgur::kernels::Element type;
   int shape[fulgur::kernels::kMaxExpressionRank];  // 1 before the first dimension
   long long stride[fulgur::kernels::kMaxExpressionRank];  // elements
-  int count;  // of elements
+  int count;  // number of elements
 };

@@ -1,12 +1,12 @@
-// What the kernels of the backward pass that every architecture has know of it, by the constants of kernel_config.h.
+// Types and constants of the backward kernels of every architecture, from the constants of kernel_config.h.
 #pragma once
 #include "device/operands.cuh"
 #include "backward/params.h"
 
 __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};
 
-using ElementP = ElementO;   // of P, which is multiplied with dO
-using ElementDs = ElementQ;  // of dS, which is multiplied with Q and K
+using ElementP = ElementO;   // of P in products with dO
+using ElementDs = ElementQ;  // of dS in products with Q and K
 using ElementDk = ElementType<kF32KeyGradients ? kF32 : ElementK::kType>;
 using ElementDv = ElementType<kF32KeyGradients ? kF32 : ElementV::kType>;
 

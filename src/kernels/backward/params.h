@@ -1,4 +1,4 @@
-// Arguments of the backward kernels of every architecture, which the host and the device share.
+// Arguments of the backward kernels of every architecture, the same for the host and the device.
 //
 // kernel_config.h, generated per plan, holds an anonymous enum of ints; those that all kernels have:
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
@@ -8,24 +8,25 @@
 //   kBlockKeys      Bc: keys of a key block
 //   kDqMethod       a DqMethod
 //   kDqParts        kOrdered: semaphores of 64 rows of dQ, or of a row tile if that is smaller
-//   kDqByFours      1: four sums of dQ of a thread are added at once, and lie so in dq_accum
-//   kRoundsDq       1: the CTA that completes dQ of 64 rows rounds them, and warps of keys.cu repair what they have
-//                   stored, so that round.cu is not launched. Each CTA has one key block, with at most 1024 rows
-//   kEarlyStarts    1: kernels start while the one before runs (device/dependent_launch.cuh)
+//   kDqByFours      1: four sums of dQ of a thread are added by one instruction, and are contiguous in dq_accum
+//   kRoundsDq       1: the CTA that completes dQ of 64 rows rounds them, and the warps of keys.cu repair the gradients
+//                   that they store, so that round.cu is not launched. Each CTA has one key block, with at most 1024
+//                   rows
+//   kEarlyStarts    1: kernels start while the previous one runs (device/dependent_launch.cuh)
 //   kHasLeft, kHasRight, kHasChunk, kTopLeft, kPart, kScoreMode, kSoftcap, kAlibi, kBias, kBiasRows, kPacked,
 //   kSeqUsedQ, kSeqUsedK, kDropout
 //                   as in sm90/forward/params.h
 //   kHasDlse        1: the gradient of LSE is given
 //   kKeyGradients   1: dK and dV are computed
 //   kF32KeyGradients    1: dK and dV are stored in f32
-//   kElements       1: gradients are stored by elements, since their rows are not multiples of 16 bytes
+//   kElements       1: gradients are stored one element at a time, as their rows are not multiples of 16 bytes
 //   kMakesMap       1: the kernel that prepares rows makes the map of tiles (backward/prepare_map.cuh)
 #pragma once
 #include "host_device/attention_params.h"
 #include "backward/work.h"
 #include "host_device/tensor_map.h"
 
-// For Hopper's kernels alone, as host_device/tensor_map.h says; all boxes are {64, 64, 1, 1}.
+// Tensor maps (host_device/tensor_map.h), used by the kernels of Hopper only. All boxes are {64, 64, 1, 1}.
 struct BackwardShapes {
   TensorMapBlob q_map;     // dims {d,  sq, hq, b}
   TensorMapBlob k_map;     // dims {d,  sk, hk, b}
@@ -40,14 +41,14 @@ struct StridedRows {
   long long batch, head;
 };
 
-// The gradient of a dense bias [b or 1, hq or 1, rows, keys], and how CTAs share it: a work tile is a tile of 128 rows
-// and chunk_tiles tiles of 64 keys.
+// The gradient of a dense bias [b or 1, hq or 1, rows, keys], and its work tiles: a tile of rows and chunk_tiles tiles
+// of 64 keys.
 struct BiasSums {
   void* data;
   fulgur::kernels::Element type;
   int rows, keys;
-  long long batch_stride, head_stride, row_stride, key_stride;  // elements, 0 where there is one
-  bool of_batch, of_heads, of_rows, of_keys;                    // 0: elements are sums over all of these
+  long long batch_stride, head_stride, row_stride, key_stride;  // in elements; 0 if the size is 1
+  bool of_batch, of_heads, of_rows, of_keys;                    // 0: elements are sums over this dimension
   int heads, row_tiles, key_tiles;
   int key_chunks, chunk_tiles;
   long long work_tiles;
@@ -69,10 +70,10 @@ struct BackwardParams : BackwardShapes, CallParams {
   int splits;           // of a kv head, computed by different CTAs; if > 1, reduce.cu adds their partial dK and dV
   int split_heads;      // q heads of a split: the group or an equal part of it
   int row_splits;       // splits that have the same q heads and different rows; 1 with stored dS
-  int row_split_tiles;  // row tiles of each of these
-  int cut_blocks;       // key blocks that are two work tiles (backward/work.h); 0 unless kCuts
+  int row_split_tiles;  // row tiles of each of them
+  int cut_blocks;       // key blocks that are cut into two work tiles (backward/work.h); 0 unless kCuts
   int first_partial;    // heads before it (batch * heads + head) have no partial dK and dV
-  int statistics_rows;  // of a q head
+  int statistics_rows;  // rows of statistics per q head
 
   // The workspace.
   int* counters;      // 2, zero before and after a launch: work tiles taken, CTAs that have finished
@@ -86,18 +87,18 @@ struct BackwardParams : BackwardShapes, CallParams {
   float* partial_dv;  // [b, hk * splits, from first_partial on][key blocks][value dims / 2][2 kBlockKeys]
   int* first_parts;   // warps that have stored partial dK and dV of first parts of cut blocks
 
-  // For sinks.cu, if the gradient of the sinks is wanted.
+  // For sinks.cu, if the gradient of the sinks is requested.
   Sinks sinks;
   void* dsinks;  // [hq]
   fulgur::kernels::Element dsinks_type;
 
-  BiasSums bias_sums;  // for bias_gradient.cu, if the gradient of the bias is wanted
+  BiasSums bias_sums;  // for bias_gradient.cu, if the gradient of the bias is requested
 
   // The workspace with kOrderedDq: semaphores of dQ tiles.
   int* dq_semaphore;  // [hq][statistics_rows / 64][panels]: the key block that adds next; with a map 1 + the last one
 
   // The workspace with kRoundsDq.
-  int* dq_additions;  // [hq][statistics_rows / 64]: additions to dq_accum of these rows that are complete
+  int* dq_additions;  // [hq][statistics_rows / 64]: the number of complete additions to dq_accum of these rows
 
   [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };

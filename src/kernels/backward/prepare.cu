@@ -1,7 +1,7 @@
-// What the backward pass needs before its first product: the statistics of each row, p_log2 - LSE log2(e) and
-// -(D - dLSE) with D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); the first values of the semaphores of dQ
-// tiles; and zeros: a dS tile, dq_accum where additions do not begin with a store, and the gradients of rows of no
-// sequence, which no later kernel writes.
+// Prepares the backward pass: computes the statistics of each row, p_log2 - LSE log2(e) and -(D - dLSE) with
+// D = rowsum(dO o O) (FlashAttention-2, algorithm 2, line 4); sets the first values of the semaphores of dQ tiles; and
+// clears a dS tile, dq_accum where the first addition is not a store, and the gradients of rows of no sequence, which
+// no later kernel writes.
 #include "kernel_config.h"  // first, as it may include attention/hulls.cuh
 #include "attention/fragment_store.cuh"
 #include "backward/prepare_map.cuh"
@@ -12,9 +12,9 @@
 
 enum : int {
   kPrepareThreads = 256,
-  kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // threads of a row, with 8 columns each
+  kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // threads per row, with 8 columns each
   kRowsAtOnce = kPrepareThreads / kLanes,
-  kRowsOfThread = 64 / kRowsAtOnce,  // a CTA takes 64 rows
+  kRowsOfThread = 64 / kRowsAtOnce,  // a CTA computes 64 rows
   kTilesOf64Rows = kBlockRows > 0 && kBlockRows < 64 ? 64 / kBlockRows : 1,
 };
 
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_statistics(const BackwardParams& p, int ba
 
 // Grid: (chunks of 64 rows of the longest sequence, batch * hq), after rows of CTAs that make a map of tiles.
 #ifdef FULGUR_MAKES_MAP
-extern "C" __global__ void __launch_bounds__(kPrepareThreads, 5)  // as many CTAs of an SM as without
+extern "C" __global__ void __launch_bounds__(kPrepareThreads, 5)  // keeps the CTAs per SM of the kernel without a map
 #else
 extern "C" __global__ void __launch_bounds__(kPrepareThreads)
 #endif
@@ -103,7 +103,8 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
   }
   const int lane = threadIdx.x % kLanes;
   const int column = 8 * lane;
-  // The last head comes first: at the end L2 holds the rows of the first heads, with which the kernel by keys begins.
+  // From the last head to the first, so that L2 holds the rows of the first heads, with which the kernel by keys
+  // begins.
   for (int batch_head = ys - 1 - y; batch_head < p.batch * p.hq; batch_head += ys) {
     const int batch = batch_head / p.hq;
     const int head = batch_head % p.hq;
@@ -138,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
           if (threadIdx.x < kDqParts)
             p.dq_semaphore[((at + first) / 64 * kTilesOf64Rows + row / kBlockRows) * kDqParts + threadIdx.x] =
                 kFirstToAdd | (kMapsTiles ? 0 : block);
-          // No key block adds to these rows; with a map maybe.
+          // No key block adds to these rows; with a map of tiles perhaps none.
           clears = clears || kMapsTiles || blocks.begin >= blocks.end;
         }
       }

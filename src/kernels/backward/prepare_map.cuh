@@ -7,7 +7,7 @@
 #ifdef FULGUR_MAKES_MAP
 #include "maps/fused_map.cuh"
 
-// By CTAs with blockIdx.y < rows_that_map().
+// Called by CTAs with blockIdx.y < rows_that_map().
 __device__ __forceinline__ void make_map(const BackwardParams& p) {
   const ExpressionArguments& of = p.expression;
   make_fused_map(p, of.map_shape, const_cast<u64*>(of.map.words), const_cast<u64*>(of.map_of_rows.words),

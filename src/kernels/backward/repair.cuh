@@ -10,52 +10,53 @@
 
 enum : int { kHeadShare = (kHeadDim + 31) / 32, kValueShare = (kValueDim + 31) / 32 };
 
-// Loads and stores a lane's share of a row: every 32nd column.
-template <class Type, int share>
-__device__ __forceinline__ void load_row(const typename Type::Memory* row, int dims, float (&x)[share]) {
+// Loads and stores the columns of a lane in a row: every 32nd one.
+template <class Type, int columns>
+__device__ __forceinline__ void load_row(const typename Type::Memory* row, int dims, float (&x)[columns]) {
 #pragma unroll
-  for (int i = 0; i < share; ++i) {
+  for (int i = 0; i < columns; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
     x[i] = column < dims ? Type::to_float(row[column]) : 0;
   }
 }
-template <class Type, int share>
-__device__ __forceinline__ void store_row(typename Type::Memory* row, int dims, const float (&x)[share], float scale) {
+template <class Type, int columns>
+__device__ __forceinline__ void store_row(typename Type::Memory* row, int dims, const float (&x)[columns],
+                                          float scale) {
 #pragma unroll
-  for (int i = 0; i < share; ++i) {
+  for (int i = 0; i < columns; ++i) {
     const int column = threadIdx.x % 32 + 32 * i;
     if (column < dims) row[column] = from_f32<Type::kType>(x[i] * scale);
   }
 }
-template <class Type, int share>
+template <class Type, int columns>
 __device__ __forceinline__ bool row_is_finite(const typename Type::Memory* row, int dims) {
-  float x[share];
+  float x[columns];
   load_row<Type>(row, dims, x);
   bool finite = true;
 #pragma unroll
-  for (int i = 0; i < share; ++i) finite = finite && fabsf(x[i]) < infinity();
+  for (int i = 0; i < columns; ++i) finite = finite && fabsf(x[i]) < infinity();
   return __all_sync(0xffffffff, finite);
 }
-template <int share>
-__device__ __forceinline__ float dot(const float (&x)[share], const float (&y)[share]) {
+template <int columns>
+__device__ __forceinline__ float dot(const float (&x)[columns], const float (&y)[columns]) {
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < share; ++i) sum += x[i] * y[i];
+  for (int i = 0; i < columns; ++i) sum += x[i] * y[i];
 #pragma unroll
   for (int bit = 1; bit < 32; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
   return sum;
 }
-template <int share>
-__device__ __forceinline__ void add(float (&to)[share], float weight, const float (&x)[share]) {
+template <int columns>
+__device__ __forceinline__ void add(float (&to)[columns], float weight, const float (&x)[columns]) {
 #pragma unroll
-  for (int i = 0; i < share; ++i) to[i] += weight * x[i];
+  for (int i = 0; i < columns; ++i) to[i] += weight * x[i];
 }
-// Whether all of a row is NaN, so that more terms would not change it.
-template <int share>
-__device__ __forceinline__ bool lost(const float (&x)[share], int dims) {
+// Whether all columns of a row are NaN, so that further terms cannot change it.
+template <int columns>
+__device__ __forceinline__ bool lost(const float (&x)[columns], int dims) {
   bool all = true;
 #pragma unroll
-  for (int i = 0; i < share; ++i) all = all && (int(threadIdx.x % 32 + 32 * i) >= dims || x[i] != x[i]);
+  for (int i = 0; i < columns; ++i) all = all && (int(threadIdx.x % 32 + 32 * i) >= dims || x[i] != x[i]);
   return __all_sync(0xffffffff, all);
 }
 
@@ -153,14 +154,14 @@ __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, i
   store_row<ElementDv>(dv, p.dv, sum_v, 1);
 }
 
-// Repairs the share of warp `warp` of `warps` of all rows of dK and dV.
+// Repairs rows of dK and dV: those of warp `warp`, if `warps` warps divide all rows.
 __device__ __forceinline__ void repair_keys(const BackwardParams& p, int warp, int warps) {
   const int hk = p.hq / p.group;
   const long long keys = (long long)(p.batch) * hk * p.sk;
   for (long long i = warp; i < keys; i += warps) repair_key(p, int(i / p.sk / hk), int(i / p.sk % hk), int(i % p.sk));
 }
 
-// Clears the report of values that are not finite for the next launch, in the last of `blocks` CTAs to finish.
+// In the last of `blocks` CTAs to finish, clears the report of values that are not finite for the next launch.
 __device__ __forceinline__ void forget_not_finite(const BackwardParams& p, u32 blocks) {
   __syncthreads();
   if (threadIdx.x == 0 && atomicInc(reinterpret_cast<unsigned*>(&p.counters[1]), blocks - 1) == blocks - 1)

@@ -1,18 +1,19 @@
-// dQ from dq_accum: scaled, rounded, stored. As the last kernel of a call it also repairs gradients that a hidden NaN
-// or infinity has reached (repair.cuh): each CTA the rows of dQ that it rounds, all CTAs dK and dV. Without dQ that is
-// all.
+// Scales, rounds and stores dQ from dq_accum. As the last kernel of a call it also repairs gradients that a hidden NaN
+// or infinity has reached (repair.cuh): each CTA the rows of dQ that it rounds, and all CTAs dK and dV. Without dQ it
+// only repairs.
 #include "device/dependent_launch.cuh"
 #include "backward/repair.cuh"
 #include "backward/round.cuh"
 
 enum : int { kRoundThreads = 128 * kDqPanels };
 
-// A CTA takes 64 rows, a warpgroup of it one panel. Grid: (chunks of 64 rows of the longest sequence, batch * hq).
+// A CTA computes 64 rows, each of its warpgroups one panel. Grid: (chunks of 64 rows of the longest sequence, batch *
+// hq).
 extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours && kDqPanels <= 2 ? 2 : 1)
     fulgur_backward_round(const __grid_constant__ BackwardParams p) {
   wait_for_earlier_kernels();
   const int panel = threadIdx.x / 128;
-  // The last head comes first, since L2 still holds its dq_accum.
+  // From the last head to the first, since L2 still holds dq_accum of the last one.
   for (int batch_head = gridDim.y - 1 - blockIdx.y; kComputesDq && batch_head < p.batch * p.hq;
        batch_head += gridDim.y) {
     const int batch = batch_head / p.hq;

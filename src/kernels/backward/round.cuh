@@ -1,4 +1,4 @@
-// dQ from dq_accum: scaled, rounded, stored.
+// Scales, rounds and stores dQ from dq_accum.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "device/schedule.cuh"
@@ -8,13 +8,13 @@ struct AddNothing {
   __device__ __forceinline__ void operator()(int, int, float (&)[32]) const {}
 };
 
-// `panels` panels, from `panel` on, of dQ of 64 rows, from `first` on, by a warpgroup, of which each warp stores 16
-// rows. The rows of the sequence and head begin at row `at` of the statistics. `add(panel, eights, dQ)` adds what is
-// not in dq_accum to the thread's elements of a panel, which has so many groups of 8 columns.
+// Rounds `panels` panels, from `panel` on, of dQ of 64 rows, from `first` on, by a warpgroup, each warp of which stores
+// 16 rows. The rows of the sequence and head begin at row `at` of the statistics. `add(panel, eights, dQ)` adds the
+// terms that are not in dq_accum to the thread's elements of a panel with `eights` groups of 8 columns.
 template <int panels, class Add = AddNothing>
 __device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, const Lengths& n, int batch, int head,
                                                        long long at, int first, int panel, const Add& add = {}) {
-  // The dQ tiles of 64 rows follow each other, one for each panel.
+  // The dQ tiles of 64 rows are contiguous, one for each panel.
   const float* accum = p.dq_accum + (at + first) * (64 * kDqPanels);
   const int row = first + int(warp_row() + thread_row());
   ElementQ::Memory* dq = row_of<ElementQ>(p.dq, batch, n.q_start + row, head);

@@ -14,8 +14,8 @@ __device__ __forceinline__ float sink_probability(float sink, float lse) {
   return sink == lse ? 1 : exp2_fast((sink - lse) * 1.4426950408889634f);
 }
 
-// A CTA takes a head, and a warp of it kStatisticsRows rows of a sequence at a time. The sums are f64, in an order that
-// only the lengths decide. Grid: hq.
+// A CTA computes a head, each of its warps kStatisticsRows rows of a sequence at a time. Sums are f64, in an order that
+// depends only on the lengths. Grid: hq.
 extern "C" __global__ void __launch_bounds__(kSinksThreads)
     fulgur_backward_sinks(const __grid_constant__ BackwardParams p) {
   __shared__ double sums[kSinksThreads];

@@ -1,8 +1,8 @@
 // How the backward pass divides its work. The scores of a q head are cut into score tiles of Br x Bc. A kernel by keys
-// takes key blocks of Bc keys and iterates over the row tiles of Br rows that see them. It computes dK and dV, and
-// either adds dQ to dq_accum or, on Hopper alone, stores dS, from which the kernel by rows (sm90/backward/rows.cu)
-// computes dQ = dS K. The workspace does not hold dS of every call at once: a wave is the part of a call whose dS it
-// holds. A call may want dQ alone, or dK and dV.
+// computes key blocks of Bc keys and iterates over the row tiles of Br rows that see them. It computes dK and dV, and
+// either adds dQ to dq_accum or, on Hopper only, stores dS, from which the kernel by rows (sm90/backward/rows.cu)
+// computes dQ = dS K. If dS of a call does not fit the workspace, the call is divided into waves, whose dS fits. A call
+// may request dQ alone, or dK and dV.
 #pragma once
 #include "host_device/mask.h"
 
@@ -13,7 +13,7 @@ enum class DqMethod : int {
   kAtomic,   // key blocks add to dq_accum in f32, in no fixed order
   kOrdered,  // the same in a fixed order, by semaphores: the same bits in every run
   kStored,   // dS is stored, and the kernel by rows computes dQ from it
-  kNone,     // nobody wants it
+  kNone,     // dQ is not requested
 };
 
 // A dS tile is dS of 64 rows x 64 keys: one line of 128 bytes for each key, with its rows swizzled as TMA does it.
@@ -22,7 +22,7 @@ enum : int { kDsTileRows = 64, kDsTileKeys = 64, kDsTileBytes = 2 * kDsTileRows 
 enum : int { kStatisticsRows = 128 };
 
 enum : int {
-  kDqTileFloats = 64 * 64,  // room of a dQ tile: 64 rows of a panel
+  kDqTileFloats = 64 * 64,  // of a dQ tile: 64 rows of a panel
   // A flag of a semaphore: no key block has added to its part of dQ yet, so the first one stores instead.
   kFirstToAdd = 1 << 30,
 };
@@ -34,8 +34,8 @@ struct ScoreTile {
   int rows, keys;  // on Hopper multiples of 64, and keys / rows is 1 or 2
 };
 
-// x / y for a y that is 1 in most calls: a division by a run-time value takes about a hundred cycles, and nothing hides
-// them before the first load of a key block.
+// x / y for a y that is 1 in most calls: a division by a run-time value takes about a hundred cycles, which nothing
+// hides before the first load of a key block.
 FULGUR_SHARED int quotient(int x, int y) { return y == 1 ? x : x / y; }
 
 FULGUR_SHARED int count_of(int all, int each) { return (all + each - 1) / each; }
@@ -117,12 +117,12 @@ FULGUR_SHARED RowTiles row_tiles_of_work_tile(const BlockSchedule& blocks, int c
   return first ? RowTiles{0, between} : RowTiles{between, tiles};
 }
 
-// Where the workspace has dS of each score tile. A row tile has room for `pitch` score tiles. If pitch is 0, only a
-// right bound hides keys, and a row tile has room for the score tiles up to its diagonal.
+// The places of dS of score tiles in the workspace. A row tile has memory for `pitch` score tiles. If pitch is 0, only
+// a right bound hides keys, and a row tile has memory for the score tiles up to its diagonal.
 struct ScoreTiles {
   int pitch;
   int head_tiles;  // score tiles of a q head of one sequence; compact: of a q head of all sequences
-  bool compact;    // packed sequences follow each other inside a q head
+  bool compact;    // packed sequences of a q head are contiguous
 
   friend FULGUR_SHARED bool operator==(const ScoreTiles&, const ScoreTiles&) = default;
 };

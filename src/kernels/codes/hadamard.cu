@@ -1,5 +1,5 @@
-// Rows rotated by a Hadamard matrix (fulgur/codes/hadamard.h), a warp for each head of a row. A lane has
-// every 32nd column.
+// Multiplies rows by a Hadamard matrix (fulgur/codes/hadamard.h), a warp for each head of a row. A lane has every 32nd
+// column.
 #include "kernel_config.h"
 #include "codes/hadamard_params.h"
 #include "device/quantize.cuh"

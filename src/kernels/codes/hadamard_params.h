@@ -6,5 +6,5 @@ struct HadamardParams {
   AppendRows rows;  // x and y
   int batch, rows_each;
   int inverse;
-  int to_f32;  // y is, and x need not be
+  int to_f32;  // 1: y is f32, whatever x is
 };

@@ -1,10 +1,11 @@
-// Means of the columns of keys, which codes have not (Descales::k_mean), and what they add to LSE.
+// Means of the columns of keys, which are subtracted before keys are quantized (Descales::k_mean), and their terms of
+// LSE.
 #include "kernel_config.h"
 #include "codes/means_params.h"
 #include "device/quantize.cuh"
 
-// The means of 32 columns of a head of a sequence, of those numbers that are finite. A lane has a column, a warp every
-// eighth slice of the rows; sums are those of the CPU.
+// Computes the means of the finite numbers of 32 columns of a head of a sequence. A lane has a column, a warp every
+// eighth slice of the rows. The order of sums is that of the CPU.
 extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_means(const __grid_constant__ MeansParams p) {
   constexpr int kWarps = kHeadThreads / 32, kOfWarp = kMeanSlices / kWarps;
   __shared__ double sums[kMeanSlices][32];
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_means(const __
       count == 0 ? 0 : float(all / count);
 }
 
-// A warp takes a head of a row.
+// A warp computes a head of a row.
 extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_add_means(const __grid_constant__ AddMeansParams p) {
   const int lane = threadIdx.x % 32;
   const int columns = p.dim / max_of(p.codes.groups, 1);
@@ -51,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_add_means(cons
          head += gridDim.y * (blockDim.x / 32)) {
       float* const lse = p.lse + b * p.lse_batch + head * p.lse_head + row;
       const float before = p.adds ? *lse : 0;
-      if (!(before > -infinity())) continue;  // of a row that sees no key, and maybe does not exist
+      if (!(before > -infinity())) continue;  // the row sees no key, or does not exist
       const int kv = head / p.group;
       const float* const mean = p.mean + sequence * p.mean_batch + kv * p.mean_head;
       const long long at = b * p.q_batch + row * p.q_row + head * p.q_head;

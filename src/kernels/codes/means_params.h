@@ -2,17 +2,17 @@
 #pragma once
 #include "common/append_params.h"
 
-// What the means of the columns of rows are written to: those of `rows`, which are read.
+// The rows whose means are computed, and where the means are written.
 struct MeansParams {
   AppendRows rows;
   int batch, rows_each;
 };
 
-// LSE of rows of q takes their products with the means of K; or these alone go where `lse` says.
+// Adds the products of rows of q with the means of K to LSE, or stores them alone.
 struct AddMeansParams {
   const void* q;
   long long q_batch, q_row, q_head;  // strides
-  AppendCodes codes;                 // of q; none where it holds numbers
+  AppendCodes codes;                 // of q; none if it is not quantized
   float* lse;
   long long lse_batch, lse_head;
   const float* mean;
@@ -20,5 +20,5 @@ struct AddMeansParams {
   float scale;  // of scores
   int batch, rows_each, heads, group, dim;
   bool adds;
-  const int* cu_seqlens;  // [batch + 1], or null; the rows of all sequences are then one sequence's
+  const int* cu_seqlens;  // [batch + 1], or null: then all rows belong to one sequence
 };

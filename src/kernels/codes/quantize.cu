@@ -1,11 +1,11 @@
-// Scales that rows share, of the numbers of all of them; and the numbers of codes. Codes themselves are made by
-// append.cu, for which a tensor is a cache that has no rows yet.
+// Computes scales that rows share, and dequantizes rows. Tensors are quantized by append.cu, to which they are empty
+// caches.
 #include "kernel_config.h"
 #include "codes/quantize_params.h"
 #include "device/quantize.cuh"
 #include "host_device/heads.h"
 
-// The extremes of a slice of the rows of a head of a sequence, which is every `slices`-th one, by a warp.
+// Computes the extremes of a slice of the rows of a head of a sequence (every `slices`-th row), by a warp.
 extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_measure(const __grid_constant__ MeasureParams p) {
   const AppendRows& rows = p.rows;
   const int head = blockIdx.x % rows.heads, b = blockIdx.x / rows.heads;
@@ -23,7 +23,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_measure(const 
   if (lane == 0) e.store(p.measured + 4 * (static_cast<long long>(blockIdx.x) * p.slices + slice));
 }
 
-// The scale of each set of rows, by a warp.
+// Computes the scale of each set of rows, by a warp.
 extern "C" __global__ void __launch_bounds__(32) fulgur_fit(const __grid_constant__ MeasureParams p) {
   const AppendCodes& c = p.rows.codes;
   const int heads = p.rows.heads, head = blockIdx.x % heads, b = blockIdx.x / heads;
@@ -41,7 +41,7 @@ extern "C" __global__ void __launch_bounds__(32) fulgur_fit(const __grid_constan
   write_scale(c.zero_point, b * c.zero_point.batch + head * c.zero_point.head, by.zero_point);
 }
 
-// Rows of codes become numbers, a warp takes a head of a row.
+// Dequantizes rows, a warp for each head of a row.
 extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_dequantize(const __grid_constant__ MeasureParams p) {
   const AppendRows& rows = p.rows;
   const AppendCodes& c = rows.codes;

@@ -3,8 +3,8 @@
 #include "common/append_params.h"
 
 struct MeasureParams {
-  AppendRows rows;  // numbers and what makes codes of them; or codes that become numbers
+  AppendRows rows;  // to quantize, with its AppendCodes; or to dequantize
   int batch, rows_each;
-  int slices;       // of the rows of a sequence, which are measured apart
+  int slices;       // into which the rows of a sequence are divided
   float* measured;  // [batch][heads][slices][4]: Extremes
 };

@@ -1,15 +1,16 @@
-// New rows of K and V to their places in caches, keys turned by rotary position embedding, and queries turned with. A
-// CTA takes a token, a group of lanes a head of it. kCodes: caches may hold codes, which a warp makes of a head.
+// Writes new rows of K and V to their places in caches. Keys, and queries, may be rotated (rotary position embedding).
+// A CTA computes a token, a group of lanes a head of it. With kCodes caches may be quantized; then a warp quantizes a
+// head.
 #include "kernel_config.h"
 #include "device/append.cuh"
 #include "device/quantize.cuh"
 #include "host_device/heads.h"
 
-// CTAs of an SM, which hide the time that memory takes; registers for as many are enough.
+// CTAs per SM: enough to hide the latency of memory.
 constexpr int kAppendCtas = 3;
 
-// Memory for rows that are rotated before they become codes, one for each warp.
-enum : int { kRowsOfWarps = kCodes ? kHeadThreads / 32 : 1, kRowColumns = kCodes ? kMostHadamardColumns : 1 };
+// Shared memory for rows that are rotated before they are quantized, one row per warp.
+enum : int { kRowsOfWarps = kCodes ? kHeadThreads / 32 : 1, kRowColumns = kCodes ? kMaxHadamardColumns : 1 };
 
 extern "C" __global__ void __launch_bounds__(kHeadThreads, kAppendCtas)
     fulgur_append(const __grid_constant__ AppendParams p) {

@@ -1,4 +1,4 @@
-// A tensor that TMA cannot address, since its rows do not lie at multiples of 16 bytes, into one whose rows do.
+// Copies a tensor that TMA cannot address, since its rows are not aligned to 16 bytes, to one with aligned rows.
 #include "common/copy_rows_params.h"
 
 // T is an unsigned integer with the size of an element.

@@ -1,5 +1,5 @@
-// Attention over disjoint parts of the keys to attention over all of them, in f64 as on the CPU: parts are added in
-// their order. A CTA takes a row of the batch, a group of lanes a head of it.
+// Merges the results of attention over disjoint parts of the keys, in f64 as on the CPU. Parts are added in their
+// order. A CTA computes a row of the batch, a group of lanes a head of it.
 #include "common/merge_params.h"
 #include "device/elements.cuh"
 #include "host_device/heads.h"
@@ -41,7 +41,7 @@ __device__ __forceinline__ void merge_row(const MergeParams& p, const double* we
   for (int column = lane * N; column < p.dim; column += N << p.lanes_log2) {
     double sum[N] = {};
     for (int i = 0; i < p.parts; ++i) {
-      if (weights[i] == 0) continue;  // an unseen part may hold anything
+      if (weights[i] == 0) continue;  // a part without keys may hold any values
       const int type = p.types[i];
       const char* const from = row_of(p.from[i], type, b, row, head);
       double x[N];
@@ -82,10 +82,10 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_merge(const __
       __syncwarp(mask);
       double largest = -__longlong_as_double(0x7ff0000000000000);
       for (int i = 0; i < p.parts; ++i) largest = fmax(largest, weights[i]);
-      // Where all parts saw no key, -inf less itself would be NaN instead of -inf.
+      // If no part has any key, -inf - -inf would be NaN instead of -inf.
       const double shift = largest == -__longlong_as_double(0x7ff0000000000000) ? 0 : largest;
       __syncwarp(mask);
-      // An infinite sink takes all of the weight: less itself it would be NaN.
+      // An infinite sink has all of the weight: inf - inf would be NaN.
       for (int i = lane; i < p.parts; i += lanes) weights[i] = weights[i] == shift ? 1 : exp(weights[i] - shift);
       __syncwarp(mask);
       double total = 0;
@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_merge(const __
       } else {
         merge_row<1>(p, weights, total, b, row, head, lane);
       }
-      // A part may have the very lse of the result; every lane has read it.
+      // The lse of a part may be that of the result; every lane has read it by now.
       if (lane == 0 && p.to.lse != nullptr) *lse_of(p.to, b, row, head) = __double2float_rn(shift + log(total));
       __syncwarp(mask);
     }

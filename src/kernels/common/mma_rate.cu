@@ -1,4 +1,4 @@
-// How fast an SM multiplies with mma.sync: models of one compute capability differ by 2.
+// Measures the rate of mma.sync of an SM, by which models of a compute capability differ by a factor of 2.
 #include "common/mma_rate_params.h"
 #include "device/mma_sync.cuh"
 
@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(32 * kMmaRateWarps)
   }
   __syncthreads();
   const long long cycles = clock64() - start;
-  float sum = 0;  // which the compiler cannot do without
+  float sum = 0;  // keeps the compiler from removing the products
 #pragma unroll
   for (int j = 0; j < kMmaRateChains; ++j) sum += sums[j][0] + sums[j][1] + sums[j][2] + sums[j][3];
   if (threadIdx.x == 0 || sum == -1) *p.cycles = cycles;

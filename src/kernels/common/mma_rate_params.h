@@ -2,9 +2,9 @@
 #pragma once
 
 constexpr int kMmaRateWarps = 8;
-constexpr int kMmaRateChains = 8;  // of a warp: products that wait for none of the others
+constexpr int kMmaRateChains = 8;  // chains of dependent products per warp
 
 struct MmaRateParams {
   int rounds;         // products of each chain, 16 x 16 by 16 x 8
-  long long* cycles;  // that all of them took
+  long long* cycles;  // SM cycles of all products
 };

@@ -1,5 +1,5 @@
-// Rows that belong to no sequence, and so to no block: packed ones before the first sequence and after the last one,
-// and queries that seqused_q says do not exist. O = 0 and LSE = -inf.
+// Writes O = 0 and LSE = -inf for rows that belong to no sequence: packed rows before the first sequence and after the
+// last one, and queries beyond seqused_q.
 #include "common/padding_params.h"
 #include "device/lengths.cuh"
 

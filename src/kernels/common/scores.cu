@@ -1,6 +1,6 @@
-// Scores of attention, or their softmax, which the forward pass never keeps: row by row, in f32, from the definition. A
-// CTA takes a query of a head, a thread every kScoreThreads-th key; Q is in shared memory. It is no fast path, and runs
-// on every card.
+// Computes the scores of attention, or their softmax, which the forward pass never stores: row by row, in f32, from the
+// definition. A CTA computes a query of a head, a thread every kScoreThreads-th key; Q is in shared memory. It is
+// written for every card, not for speed.
 #include "attention/fragment_store.cuh"
 #include "common/scores_params.h"
 #include "device/operands.cuh"
@@ -11,10 +11,10 @@ constexpr float kLn2 = 0.693147180559945f;
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-// A sequence: its lengths, where n.k_start is the row of its first key, and where such rows lie.
+// A sequence: its lengths, of which n.k_start is the row of its first key, and the place of its keys.
 struct ScoreSequence {
   Lengths n;
-  int entry;  // its row of the batch or of the page table; kPageLists: its first entry of that
+  int entry;  // its row of the batch or of the page table; kPageLists: its first entry in the lists of pages
 };
 
 __device__ __forceinline__ ScoreSequence sequence_of(const ScoresParams& p, int batch) {
@@ -35,7 +35,7 @@ __device__ __forceinline__ ScoreSequence sequence_of(const ScoresParams& p, int 
   return s;
 }
 
-// A row of K; null where no page holds it, of which the elements are zeros.
+// A row of K; null if no page has it: then its elements count as 0.
 __device__ __forceinline__ const ElementK::Memory* key_row(const ScoresParams& p, const ScoreSequence& s, int head,
                                                            int key) {
   int entry = kPackedK ? 0 : s.entry;
@@ -56,14 +56,14 @@ __device__ __forceinline__ float product(const ScoresParams& p, const float* q, 
   return sum;
 }
 
-// What a product becomes until a stage, before keys are hidden.
+// The score of a product up to a stage, before keys are hidden.
 __device__ __forceinline__ float score_until(const ScoresParams& p, const ScoreContext& at, float s) {
   if (p.stage >= kMaskedScores) return score(p, at, s, bias_of(p, at)) * score_factor(p) * kLn2;
   if (kSoftcap && p.stage == kCappedScores) return softcap_score(p, s) * kLn2;
   return s * p.scale_log2 * kLn2;
 }
 
-// What `both` makes of a number of every thread of the CTA.
+// Reduces a number of every thread of the CTA by `both`.
 template <class Both>
 __device__ __forceinline__ float of_all_threads(float x, float* of_warps, Both both) {
   for (int bit = 1; bit < 32; bit *= 2) x = both(x, __shfl_xor_sync(0xffffffff, x, bit));

@@ -7,7 +7,7 @@
 #pragma once
 #include "host_device/attention_params.h"
 
-// Threads of a CTA, and the most queries that the host lists for a launch.
+// Threads of a CTA, and the maximum of queries that the host lists for a launch.
 constexpr int kScoreThreads = 128, kListedQueries = 256;
 
 // As fulgur::ScoreStage.
@@ -18,12 +18,12 @@ struct ScoresParams : CallParams {
   long long scores_batch, scores_head, scores_row;  // strides in elements
   ScoreStage stage;
 
-  int batch, queries;             // of each sequence that are asked for
-  const long long* query_device;  // [queries]: which these are; null: listed, or all
+  int batch, queries;             // queries: requested ones of each sequence
+  const long long* query_device;  // [queries]: the requested queries; null: they are listed, or all are
   bool lists;
   int listed[kListedQueries];
 
-  KeyPages pages;                       // kPage; its entries without pages: rows of the batch
+  KeyPages pages;                       // kPage; without pages its entries are sequences
   const int* cache_batch_idx;           // [b], kBatchIdx
   const int* leftpad_k;                 // [b], kLeftPad
   Sinks sinks;                          // kHasSinks

@@ -1,5 +1,5 @@
-// Divides a call at the ends of its groups' shared prefixes: what attention over prefixes and over the rest is told. A
-// warp takes a group.
+// Divides a call at the ends of its groups' shared prefixes: computes the lengths and pages for attention over prefixes
+// and over the remaining keys. A warp computes a group.
 #include "host_device/prefix_split.h"
 
 extern "C" __global__ void __launch_bounds__(256)

@@ -1,4 +1,4 @@
-// Numbers that lie on the host travel as arguments of a launch, which keeps them as they are now.
+// Stores numbers of the host that are arguments of the launch, which keeps their current values.
 #include "common/upload_metadata_params.h"
 
 extern "C" __global__ void __launch_bounds__(256)

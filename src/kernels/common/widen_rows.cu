@@ -1,5 +1,5 @@
-// A tensor of codes of e4m3 or e5m2 (kFrom) into f16, which has each of their numbers, for products with P of 16 bits.
-// Its rows lie at multiples of 16 bytes, as those of copy_rows.cu.
+// Converts a tensor of e4m3 or e5m2 (kFrom) to f16, which has each of their numbers, for products with P of 16 bits.
+// The rows of the result are aligned to 16 bytes, as those of copy_rows.cu.
 #include "kernel_config.h"
 #include "common/copy_rows_params.h"
 #include "device/codes.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ const unsigned char* head_of_row(const ForwardCopyPar
          head * p.head_stride;
 }
 
-// Narrow rows share a CTA's threads, of wide ones a thread has several units of 8 columns.
+// A CTA converts several narrow rows at a time; of wide rows a thread has several units of 8 columns.
 extern "C" __global__ void __launch_bounds__(kThreads)
     fulgur_forward_widen(const __grid_constant__ ForwardCopyParams p) {
   const u32 chunks = u32(p.chunks);

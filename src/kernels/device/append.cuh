@@ -1,27 +1,27 @@
-// Rows on their way to caches of K and V, or to queries that were turned: where each goes, and how lanes move it.
-// Nobody has checked what lengths, tables and positions hold: what has no place is not written.
+// Copies of rows to caches of K and V, or of rotated queries: the place of each row, and the copy by lanes. The values
+// of lengths, tables and positions have not been checked: a row without a place is not written.
 #pragma once
 #include "common/append_params.h"
 #include "device/elements.cuh"
 
-// Row i of sequence b; `row` is that of the tensor.
+// Row i of sequence b; `row` is its row in the tensor.
 struct AppendToken {
   bool exists;
   int b, i, row;
 };
 
-// New rows of a sequence.
+// The number of new rows of a sequence.
 __device__ __forceinline__ int new_rows(const AppendTokens& tokens, int b) {
   if (tokens.cu_seqlens == nullptr) return tokens.each;
   return int(u32(tokens.cu_seqlens[b + 1]) - u32(tokens.cu_seqlens[b]));
 }
 
-// The rows that a sequence has with the new ones.
+// The length of a sequence with its new rows.
 __device__ __forceinline__ int appended_length(const AppendParams& p, int b) {
   return int(u32(p.cache_seqlens[b]) + u32(new_rows(p.tokens, b)));
 }
 
-// New row i of a sequence that has as many.
+// New row i of a sequence.
 __device__ __forceinline__ AppendToken new_token(const AppendTokens& tokens, int b, int i) {
   if (tokens.cu_seqlens == nullptr) return {true, b, i, i};
   const int begin = tokens.cu_seqlens[b];
@@ -29,7 +29,7 @@ __device__ __forceinline__ AppendToken new_token(const AppendTokens& tokens, int
   return {begin >= 0 && row < u32(tokens.count), b, i, int(row)};
 }
 
-// The last sequence that begins at or before a packed row: a warp looks at 32 of them at a time.
+// The last sequence that begins at or before a packed row. A warp reads 32 boundaries at a time.
 __device__ __forceinline__ int packed_sequence_of(const int* cu_seqlens, int batch, int row) {
   const int lane = threadIdx.x % 32;
   int first = 0;
@@ -44,7 +44,7 @@ __device__ __forceinline__ int packed_sequence_of(const int* cu_seqlens, int bat
   return first;
 }
 
-// Row n of all sequences, by a warp.
+// Row n of all sequences, found by a warp.
 __device__ __forceinline__ AppendToken token_of(const AppendTokens& tokens, int batch, int n) {
   if (tokens.cu_seqlens == nullptr) {
     const int b = n / tokens.each;
@@ -56,14 +56,14 @@ __device__ __forceinline__ AppendToken token_of(const AppendTokens& tokens, int 
   return {begin >= 0 && begin <= n && n < tokens.cu_seqlens[b + 1], b, n - begin, n};
 }
 
-// The row of cos and sin of the token that is `ahead` of the first new one of its sequence; -1 where there is none.
+// The row of cos and sin for the token `ahead` tokens after the first new one of its sequence; -1 if there is none.
 __device__ __forceinline__ long long position_of(const AppendParams& p, int b, int ahead) {
   const int first = p.first_positions[b];
   const u32 position = u32(first) + u32(ahead);
   return first < 0 || position >= p.positions ? -1ll : static_cast<long long>(position);
 }
 
-// The row that takes a token, and the position that it is rotated to.
+// The row to which a token is written, and the position to which it is rotated.
 struct AppendPlace {
   bool exists;
   int entry;
@@ -71,7 +71,7 @@ struct AppendPlace {
   long long position;
 };
 
-// Of a new row.
+// The place of a new row.
 __device__ __forceinline__ AppendPlace place_of(const AppendParams& p, const AppendToken& token) {
   const int length = p.cache_seqlens == nullptr ? 0 : p.cache_seqlens[token.b];
   const u32 row = u32(length) + u32(token.i);
@@ -93,7 +93,7 @@ __device__ __forceinline__ AppendPlace place_of(const AppendParams& p, const App
   return {entry >= 0 && entry < p.entries, entry, row, position};
 }
 
-// Of a query.
+// The place of a rotated query.
 __device__ __forceinline__ AppendPlace place_of_query(const AppendParams& p, const AppendToken& token) {
   const long long position = p.q.pairs > 0 ? position_of(p, token.b, p.advance ? token.i : 0) : 0;
   return {token.exists && position >= 0, token.b, u32(token.row), position};
@@ -113,7 +113,7 @@ __device__ __forceinline__ void load_angles(const void* angles, long long at, in
   }
 }
 
-// Rotates N pairs, the first of which is `pair`. Products and sums are rounded one by one, as the CPU rounds them.
+// Rotates N pairs, the first of which is `pair`. Products and sums are rounded separately, as on the CPU.
 template <Element kType, int N, bool kInterleaved, class T>
 __device__ __forceinline__ void turn_pairs(const AppendParams& p, const T* x, T* y, int pairs, int pair,
                                            long long position) {
@@ -149,7 +149,7 @@ __device__ __forceinline__ void turn_pairs(const AppendParams& p, const T* x, T*
   store_pack(y + high, d);
 }
 
-// The lanes of a row: rotates its pairs and copies the columns after them, N elements a lane and step.
+// Rotates the pairs of a row and copies the columns after them by its lanes, N elements per lane and step.
 template <Element kType, int N, class T>
 __device__ __forceinline__ void write_row(const AppendParams& p, const T* x, T* y, int dim, int pairs,
                                           long long position, int lane) {
@@ -164,7 +164,7 @@ __device__ __forceinline__ void write_row(const AppendParams& p, const T* x, T* 
   for (int c = 2 * pairs + lane * N; c < dim; c += step) store_pack(y + c, load_pack<N>(x + c));
 }
 
-// A head of a row goes to its place, by a group of lanes. `rows` are those of K, of V or of Q.
+// Copies a head of a row to its place by a group of lanes. `rows`: those of K, V or Q.
 template <Element kType>
 __device__ __forceinline__ void append_head(const AppendParams& p, const AppendRows& rows, const AppendToken& token,
                                             const AppendPlace& to, int head, int lane) {

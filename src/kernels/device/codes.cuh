@@ -1,18 +1,17 @@
-// Codes of low-bit formats (base/formats.h) on their way to products of f16, which has the number of each code.
+// Conversion of low-bit codes (base/formats.h) to f16, which has the number of each code, for products.
 #pragma once
 #include "device/elements.cuh"
 
-// x & mask ^ flipped, in one instruction: with two constants the compiler makes two.
+// x & mask ^ flipped in one instruction: with two constants the compiler makes two.
 __device__ __forceinline__ u32 and_xor(u32 x, u32 mask, u32 flipped) {
   u32 y;
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(y) : "r"(x), "r"(mask), "r"(flipped));
   return y;
 }
 
-// A word has kOfHalf codes in each half. numbers() makes words of two of f16: x[j] has the j-th code of the lower half
-// and the j-th of the upper one. Those of integers are subnormal, as their bits say: code + kBias in units of
-// 1 / scale(j). is_finite(): whether all codes of a word are numbers. Elements of 16 bits are codes that stay what they
-// are.
+// A word has kOfHalf codes in each half. numbers() converts it to words of two f16: x[j] has the j-th code of the lower
+// half and the j-th of the upper half. Integers become subnormal numbers with the same bits: code + kBias in units of
+// 1 / scale(j). is_finite(): whether all codes of a word are finite numbers. Elements of 16 bits are not converted.
 template <Element type>
 struct Codes {
   enum : int {
@@ -22,7 +21,7 @@ struct Codes {
   };
   using Number = ElementType<is_code(type) ? kF16 : type>;
 
-  // Where a column of 16 bytes of codes is: in which half of which word, and the how manieth of it.
+  // The place of a column in 16 bytes of codes: the half of a word, and its index there.
   struct Place {
     int word, half, number;
   };
@@ -30,7 +29,7 @@ struct Codes {
     if (type == kQ4_0) return {column % 16 / 4, column / 2 % 2, column % 2 * 2 + column / 16};
     return {column / (2 * kOfHalf), column / kOfHalf % 2, column % kOfHalf};
   }
-  // The column that a half of a word has as its number `number`; halves are counted over all words.
+  // The column of code `number` of a half of a word; halves are counted over all words.
   static __device__ __forceinline__ int column_of(int half, int number) {
     return type == kQ4_0 ? 2 * half + number / 2 + number % 2 * 16 : half * kOfHalf + number;
   }
@@ -57,18 +56,19 @@ struct Codes {
     }
   }
 
-  // Of codes of 4 bits in two's complement, which become code + kBias by their sign.
+  // The sign bits of 4-bit codes in two's complement, which flip to make code + kBias.
   static constexpr u32 kSigns = type == kInt4 ? 0x00080008 : 0;
 
-  // By what the j-th numbers are multiplied to be codes, and two of -kBias among them.
+  // Bits below code j in its half; the factor that makes code + kBias of the j-th numbers; and two of -kBias among
+  // them.
   static __device__ constexpr int bits_below(int j) { return kOfHalf == 4 ? j % 2 * 4 : 0; }
   static __device__ constexpr float scale(int j) { return kIntegers ? 0x1p24f / (1 << bits_below(j)) : 1; }
   static __device__ constexpr u32 minus_bias(int j) { return (0x8000u | kBias << bits_below(j)) * 0x10001u; }
 
-  // Only floats have codes that are none.
+  // Only formats of floats have codes that are not numbers.
   static __device__ __forceinline__ bool is_finite(u32 word) {
     if constexpr (type == kE4M3) {
-      const u32 magnitude = word & 0x7f7f7f7f;  // 0x7f is NaN, and the only one that a carry leaves
+      const u32 magnitude = word & 0x7f7f7f7f;  // only 0x7f, which is NaN, carries into the highest bit
       return ((magnitude + 0x01010101) & 0x80808080) == 0;
     } else if constexpr (type == kE5M2) {
       const u32 exponent = word & 0x7c7c7c7c;
@@ -77,7 +77,7 @@ struct Codes {
       return is_code(type) || (Number::is_finite(word) && Number::is_finite(word >> 16));
     }
   }
-  // With 0 in place of those that are none.
+  // The word with 0 in place of codes that are not numbers.
   static __device__ __forceinline__ u32 finite(u32 word) {
     constexpr int kBits = max_of(bits_of(type), 8);
     u32 kept = 0;
@@ -92,8 +92,8 @@ struct Codes {
 
 enum : int { kCodesAtOnce = 8 };  // of a row
 
-// So many codes of a row from `from` on, `stride` bytes apart, of which `count` exist; the others are 0. `aligned`:
-// they lie side by side at a multiple of 8 bytes.
+// Loads kCodesAtOnce codes of a row from `from` on, at a distance of `stride` bytes. `count` codes exist; the others
+// are 0. `aligned`: they are contiguous and aligned to 8 bytes.
 __device__ __forceinline__ uint2 load_codes(const unsigned char* from, int count, long long stride, bool aligned) {
   if (aligned && count >= kCodesAtOnce) return *reinterpret_cast<const uint2*>(from);
   u32 x[2] = {0, 0};
@@ -103,7 +103,7 @@ __device__ __forceinline__ uint2 load_codes(const unsigned char* from, int count
   return {x[0], x[1]};
 }
 
-// Words of f16 with the numbers of two of eight codes each, of e4m3 or e5m2.
+// Converts eight codes of e4m3 or e5m2 to four words of two f16.
 template <Element type>
 __device__ __forceinline__ u32 code_pair(uint2 codes, int pair) {
   const u32 word = pair < 2 ? codes.x : codes.y;

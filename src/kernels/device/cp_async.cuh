@@ -6,18 +6,18 @@ __device__ __forceinline__ void async_copy16(u32 shared, const void* from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared), "l"(from) : "memory");
 }
 
-// 16 bytes, of which the first `bytes` are read and the others are 0.
+// Copies 16 bytes, of which the first `bytes` are read and the others are 0.
 __device__ __forceinline__ void async_copy16(u32 shared, const void* from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared), "l"(from), "r"(bytes)
                : "memory");
 }
 
-// 4 bytes, likewise.
+// Copies 4 bytes, likewise.
 __device__ __forceinline__ void async_copy4(u32 shared, const void* from, u32 bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(from), "r"(bytes) : "memory");
 }
 
-// `bytes` of 4, 8 or 16, which lie at a multiple of them; zeros if they are not `there`.
+// Copies `bytes` (4, 8 or 16) bytes, which are aligned to `bytes`; writes 0 unless `there`.
 template <int bytes>
 __device__ __forceinline__ void async_copy_piece(u32 shared, const void* from, bool there) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(shared), "l"(from), "n"(bytes),
@@ -25,7 +25,8 @@ __device__ __forceinline__ void async_copy_piece(u32 shared, const void* from, b
                : "memory");
 }
 
-// `bytes` likewise of a row that other lanes have more of, the first `read` of them read and the others 0.
+// Copies `bytes` bytes, likewise, of which the first `read` are read and the others are 0; other lanes copy the rest of
+// the row.
 template <int bytes>
 __device__ __forceinline__ void async_copy_part(u32 shared, const void* from, u32 read) {
   if (bytes == 16) return async_copy16(shared, from, read);
@@ -33,20 +34,20 @@ __device__ __forceinline__ void async_copy_part(u32 shared, const void* from, u3
                : "memory");
 }
 
-// Bytes of the 16 from column `column` on that a row of `dim` columns of `bits` has.
+// How many of the 16 bytes from column `column` on exist in a row of `dim` columns of `bits` bits.
 __device__ __forceinline__ u32 bytes_of_chunk(int bits, int column, int dim) {
   const int columns = min(max(dim - column, 0), 128 / bits);
   return bits < 8 ? u32(columns) / (8 / bits) : columns * (bits / 8);
 }
 
-// Arrives at an mbarrier, as one of those that it counts, when all copies that this thread has started are there.
+// Arrives at an mbarrier, as one of its expected arrivals, when all copies that this thread has started are complete.
 __device__ __forceinline__ void async_copy_arrive(u32 barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
 __device__ __forceinline__ void async_copy_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Waits until all but the last `pending` groups of this thread are there.
+// Waits until all but the last `pending` groups of this thread are complete.
 template <int pending>
 __device__ __forceinline__ void async_copy_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");

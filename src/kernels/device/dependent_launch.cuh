@@ -1,16 +1,16 @@
-// Programmatic dependent launch: a kernel may start while the one before it on the stream still runs. Until it has
-// waited, it neither reads what earlier kernels of the stream write nor writes what they access. A thread of every CTA
-// waits before the CTA ends: the kernel after this one waits for this one alone, and with it for all before. Where
-// kEarlyStarts is 0, kernels start after each other, and there is nothing to say.
+// Programmatic dependent launch: a kernel may start while the previous kernel of the stream still runs. Until it has
+// waited, it must neither read what earlier kernels write nor write what they access. A thread of every CTA must wait
+// before the CTA ends: the next kernel waits only for this one, and through it for all earlier ones. If kEarlyStarts is
+// 0, kernels start one after the other, and these functions do nothing.
 #pragma once
 #include "kernel_config.h"
 
-// Until the kernel before has ended and its results are visible.
+// Waits until the previous kernel has ended and its results are visible.
 __device__ __forceinline__ void wait_for_earlier_kernels() {
   if constexpr (kEarlyStarts) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// The kernel after this one may start once every CTA has come here or ended.
+// The next kernel may start when every CTA has called this or ended.
 __device__ __forceinline__ void let_next_kernel_start() {
   if constexpr (kEarlyStarts) asm volatile("griddepcontrol.launch_dependents;");
 }

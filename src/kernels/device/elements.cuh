@@ -1,4 +1,4 @@
-// Elements of any type that memory holds: alone, packed in words of 32 bits, or as many as 16 bytes hold.
+// Elements of any type in memory: single ones, words of 32 bits, or vectors of 16 bytes.
 #pragma once
 #include "host_device/element.h"
 #include "host_device/host_device.h"
@@ -40,7 +40,7 @@ struct InMemory<kQ4_0> {
   using Type = unsigned char;
 };
 
-// N elements that are loaded and stored at once, 16 bytes at a time where they are as many.
+// N elements that are loaded and stored together, by 16 bytes if they have as many.
 template <class T, int N>
 struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Pack {
   T x[N];
@@ -60,14 +60,14 @@ __device__ __forceinline__ float half_to_float(unsigned short x) {
   return y;
 }
 
-// Two codes of e4m3 as words of f16, which has each of their numbers.
+// Converts two codes of e4m3 to a word of f16, which has each of their numbers.
 __device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) {
   u32 halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
   return halves;
 }
 
-// Those in a half of a word: the instruction takes the upper one, too, which a shift would bring down first.
+// Converts the codes in a half of a word: the instruction can read the upper half, which saves a shift.
 __device__ __forceinline__ u32 e4m3_to_f16(u32 codes, int half) {
   if (half == 0) return e4m3_to_f16(static_cast<unsigned short>(codes));
   u32 halves;
@@ -79,7 +79,7 @@ __device__ __forceinline__ u32 e4m3_to_f16(u32 codes, int half) {
   return halves;
 }
 
-// The other way, rounded to the nearest, at most 448: two words, `low` in the lower half.
+// Converts two words of f16 to e4m3, rounded to nearest, at most 448; `low` is in the lower half.
 __device__ __forceinline__ u32 f16_to_e4m3(u32 low, u32 high) {
   u32 codes;
   asm("{.reg .b16 low, high;\n"
@@ -91,7 +91,7 @@ __device__ __forceinline__ u32 f16_to_e4m3(u32 low, u32 high) {
   return codes;
 }
 
-// Four numbers as codes of e4m3, `a` in the lowest byte.
+// Converts four numbers to e4m3; `a` is in the lowest byte.
 __device__ __forceinline__ u32 pack_e4m3(float a, float b, float c, float d) {
   u32 codes;
   asm("{.reg .b16 low, high;\n"
@@ -118,7 +118,7 @@ __device__ __forceinline__ float to_f32(typename InMemory<kType>::Type x) {
   }
 }
 
-// Rounded to nearest, ties to even.
+// Rounds to nearest, ties to even.
 template <Element kType>
 __device__ __forceinline__ typename InMemory<kType>::Type from_f32(float x) {
   if constexpr (kType == kF32) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ typename InMemory<kType>::Type from_f32(float x) {
   }
 }
 
-// Element i of an array whose type a kernel is told when it runs.
+// Element i of an array whose type is a run-time argument.
 __device__ __forceinline__ float element_at(const void* data, Element type, int i) {
   if (type == kF32) return static_cast<const float*>(data)[i];
   const unsigned short x = static_cast<const unsigned short*>(data)[i];
@@ -144,7 +144,7 @@ __device__ __forceinline__ void set_element(void* data, Element type, int i, flo
     static_cast<unsigned short*>(data)[i] = type == kBF16 ? from_f32<kBF16>(x) : from_f32<kF16>(x);
 }
 
-// A type of elements: how many a panel and a step of a product have, and words of two.
+// A type of elements: columns of a panel and of a step of a product, and operations on words of two elements.
 template <Element type>
 struct ElementType {
   using Memory = typename InMemory<type>::Type;
@@ -162,18 +162,18 @@ struct ElementType {
   }
   static __device__ __forceinline__ float low(u32 packed) { return to_f32<type>(static_cast<Memory>(packed)); }
   static __device__ __forceinline__ float high(u32 packed) {
-    // The compiler would shift it down and up again.
+    // From a shifted value the compiler would shift back.
     if constexpr (type == kBF16) return __uint_as_float(packed & 0xffff0000);
     return to_f32<type>(static_cast<Memory>(packed >> 16));
   }
-  // sum + a * b of words.
+  // sum + a * b for words of two.
   static __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 sum) {
     u32 result = 0;
     if constexpr (type == kBF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
     if constexpr (type == kF16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
     return result;
   }
-  // Of words, rounded.
+  // The sum of words of two, rounded.
   static __device__ __forceinline__ u32 add(u32 a, u32 b) {
     u32 sum = 0;
     if constexpr (type == kBF16) asm("add.rn.bf16x2 %0, %1, %2;" : "=r"(sum) : "r"(a), "r"(b));

@@ -1,6 +1,6 @@
-// Expressions of a call (score_mod, mask_mod) at the place of a score. The functions expression_score,
-// expression_slope and expression_mask are printed for each graph, node by node, with what this place has; they are
-// templates, as kernel_config.h comes before it. Roundings are spelled out, as in score.cuh.
+// Expressions of a call (score_mod, mask_mod) at the place of a score. The functions expression_score, expression_slope
+// and expression_mask are printed for each graph, node by node (cuda/common/expression.cpp), and use ExpressionPlace.
+// They are templates, because kernel_config.h comes before it. Every rounding is explicit, as in score.cuh.
 #pragma once
 #include "kernel_config.h"
 #include "device/elements.cuh"
@@ -43,11 +43,11 @@ struct ExpressionElement<kBool> {
   static __device__ __forceinline__ bool value(unsigned char x) { return x != 0; }
 };
 
-// The place of a score, and what printed functions call.
+// The place of a score, and the functions that printed functions call.
 struct ExpressionPlace {
   const ExpressionArguments& arguments;
   int b, h, hk, q, k, sq, sk, q0;
-  float apart, delta;  // k - q, and less sk - sq
+  float apart, delta;  // k - q, and k - q - (sk - sq)
 
 #ifdef FULGUR_EXPRESSIONS
   __device__ __forceinline__ int integer(int word) const { return arguments.words[word]; }
@@ -59,7 +59,7 @@ struct ExpressionPlace {
     return x - floor_div(x, word) * arguments.words[word + 2];
   }
 
-  // An element, its indices clamped. Offset: a type for those of elements in the tensor.
+  // An element of a tensor; indices are clamped. Offset: the type of offsets in the tensor.
   template <int dtype, class Offset, class... Index>
   __device__ __forceinline__ auto gather(int tensor, Index... indices) const {
     using Type = ExpressionElement<dtype>;
@@ -72,7 +72,7 @@ struct ExpressionPlace {
     return Type::value(static_cast<const typename Type::Memory*>(t.data)[at]);
   }
 
-  // The number of an element in its tensor, row-major, its indices clamped.
+  // The row-major number of an element in its tensor; indices are clamped.
   template <class... Index>
   __device__ __forceinline__ int element(int tensor, Index... indices) const {
     const ExpressionTensor& t = arguments.tensors[tensor];
@@ -84,7 +84,7 @@ struct ExpressionPlace {
   }
 #endif
 
-  // NaN where an operand is.
+  // NaN if an operand is NaN.
   static __device__ __forceinline__ float minimum(float x, float y) { return x != x || x < y ? x : y; }
   static __device__ __forceinline__ float maximum(float x, float y) { return x != x || x > y ? x : y; }
   static __device__ __forceinline__ int to_int(float x) {
@@ -111,7 +111,7 @@ struct ExpressionPlace {
   static __device__ __forceinline__ float pow(float x, float y) { return powf(x, y); }
 };
 
-// The place of a query and a key in the whole call, of which this one may be a part.
+// The place of a query and a key in the whole call, of which this call may be a part.
 template <class Params>
 __device__ __forceinline__ ExpressionPlace expression_place(const Params& p, const Lengths& n, int batch, int head,
                                                             int query, int key) {

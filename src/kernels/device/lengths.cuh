@@ -1,8 +1,8 @@
-// The one place that reads lengths on the device, where nobody has checked them: whatever they say, no access leaves
-// the tensors, and no sequence is longer than the plan was told.
+// The only place that reads lengths on the device, where they have not been checked: with any values, no access leaves
+// the tensors, and no sequence is longer than the plan allows.
 #pragma once
 
-// Where packed sequence `batch` starts, inside the `total` rows, and how many of at most `longest` rows it has.
+// The first row of packed sequence `batch`, inside the `total` rows, and its number of rows, at most `longest`.
 __device__ __forceinline__ void packed_rows(const int* cu_seqlens, int batch, int total, int longest, int& start,
                                             int& count) {
   start = min(max(cu_seqlens[batch], 0), total);

@@ -1,11 +1,11 @@
-// The fast functions of the hardware.
+// Approximate functions of the hardware.
 #pragma once
 #include "host_device/host_device.h"
 
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
-// What turns f32 numbers, the largest of which has the bits `largest`, into integers of 64 bits of which 2^log_count
-// may be added.
+// The factor that scales f32 numbers, the largest of which has the bits `largest`, to 64-bit integers, of which
+// 2^log_count can be added without overflow.
 __device__ __forceinline__ double unit_of(int largest, int log_count) {
   const int exponent = (largest >> 23) - 126;
   return __longlong_as_double((long long)(1023 + 62 - log_count - exponent) << 52);

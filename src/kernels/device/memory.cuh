@@ -1,16 +1,16 @@
-// Loads and stores that C++ does not spell; each name says which memory it touches. Addresses of shared memory are
-// 32-bit shared addresses.
+// Loads and stores with PTX qualifiers that C++ does not have; names tell which memory they access. Addresses of shared
+// memory are 32-bit shared addresses.
 #pragma once
 #include "device/warp.cuh"
 
-// What no kernel writes during this launch, where other CTAs want the rest of its 128 bytes: they come to L2 together.
+// Loads a word that no kernel writes during this launch. L2 fetches all 128 bytes around it, which other CTAs need.
 __device__ __forceinline__ u32 load_global_of_line(const void* at) {
   u32 x;
   asm volatile("ld.global.nc.L2::128B.u32 %0, [%1];" : "=r"(x) : "l"(at));
   return x;
 }
 
-// Past the first-level cache: what another SM wrote to global memory during this launch.
+// Loads from L2, not from L1: for data that another SM wrote during this launch.
 __device__ __forceinline__ float load_global_fresh(const float* at) {
   float x;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(at) : "memory");
@@ -30,19 +30,19 @@ __device__ __forceinline__ float4 load_global_fresh4(const float* at) {
   return x;
 }
 
-// What nobody reads during this launch: L2 gives it up before other lines.
+// Stores data that is not read during this launch: L2 evicts it before other lines.
 __device__ __forceinline__ void store_global_streaming16(void* at, const u32 (&x)[4]) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
-// Into the first-level cache alone.
+// Prefetches to L1.
 __device__ __forceinline__ void prefetch_global(const void* at) {
   asm volatile("prefetch.global.L1 [%0];" ::"l"(at) : "memory");
 }
 
-// Counts to `last` and starts again from 0. What the CTA wrote before its last barrier is there for whoever
-// sees the count.
+// Increments a counter, from `last` back to 0. Data that the CTA wrote before its last barrier is visible to CTAs that
+// see the count.
 __device__ __forceinline__ int take_ticket(int* tickets, int last) {
   int before;
   asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(tickets), "r"(last) : "memory");
@@ -85,7 +85,7 @@ __device__ __forceinline__ void load_shared16(u32 address, u32* x) {
                : "r"(address)
                : "memory");
 }
-// 1, 2 or 4 words.
+// Loads 1, 2 or 4 words.
 template <int words>
 __device__ __forceinline__ void load_shared_words(u32 address, u32* x) {
   if constexpr (words == 4) return load_shared16(address, x);
@@ -100,14 +100,14 @@ __device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
                : "memory");
 }
 
-// 0, by way of a packed pair of numbers that are not negative: what is computed from it stays after them.
+// Returns 0, computed from a packed pair of non-negative numbers: instructions that depend on it stay after these.
 __device__ __forceinline__ u32 zero_after(u32 packed) { return packed >> 31; }
-// x < 2^30, likewise, by way of any number: the bits of one from 2 on are 2^30 at least.
+// Returns x < 2^30, with a dependence on any number: a number >= 2 has bits of at least 2^30.
 __device__ __forceinline__ int same_after(int x, float number) {
   return min(x, __float_as_int(fmaxf(fabsf(number), 2)));
 }
 
-// A struct of ints, 16 bytes at a time.
+// Stores a struct of ints by 16 bytes.
 template <class T>
 __device__ __forceinline__ void store_shared_struct(u32 address, const T& value) {
   static_assert(sizeof(T) % 16 == 0);
@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_shared_struct(u32 address, const T& value)
                  : "memory");
 }
 
-// A struct of ints, read by the first lane for the whole warp.
+// Loads a struct of ints by the first lane, for the whole warp.
 template <class T>
 __device__ __forceinline__ T load_shared_struct_uniform(u32 address) {
   static_assert(sizeof(T) % 16 == 0);
@@ -145,15 +145,15 @@ __device__ __forceinline__ T load_shared_struct_uniform(u32 address) {
   return value;
 }
 
-// Four 8 x 8 matrices of 16-bit elements, whose fragments a warp holds, as rows of 16 bytes: lane i gives the address
-// of row i % 8 of matrix i / 8.
+// Stores four 8 x 8 matrices of 16-bit elements from the fragments of a warp, as rows of 16 bytes (stmatrix): lane i
+// has the address of row i % 8 of matrix i / 8.
 __device__ __forceinline__ void store_shared_matrices(u32 address, const u32 (&x)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]), "r"(x[1]),
                "r"(x[2]), "r"(x[3])
                : "memory");
 }
 
-// The reverse.
+// Loads four such matrices (ldmatrix).
 __device__ __forceinline__ void load_shared_matrices(u32 address, u32* x) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])

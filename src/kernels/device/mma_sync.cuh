@@ -1,9 +1,9 @@
-// Products of a warp on fragments in registers (mma.sync), and how 16-bit tiles in shared memory become fragments.
+// Products of a warp on fragments in registers (mma.sync), and loads of fragments from 16-bit tiles in shared memory.
 #pragma once
 #include "device/memory.cuh"
 #include "host_device/element.h"
 
-// C += A B, 16 x 16 by 16 x 8. C is laid out as fragment.cuh says. A: a[0], a[1] are columns 2q, 2q + 1 of rows r and
+// C += A B, 16 x 16 by 16 x 8. C has the layout of fragment.cuh. A: a[0], a[1] are columns 2q, 2q + 1 of rows r and
 // r + 8, a[2], a[3] the same 8 columns on. B: b0 is rows 2q, 2q + 1 of column r, b1 the same 8 rows on.
 template <Element type>
 __device__ __forceinline__ void multiply_16_8_16(float* c, const u32* a, u32 b0, u32 b1) {
@@ -17,7 +17,7 @@ __device__ __forceinline__ void multiply_16_8_16(float* c, const u32* a, u32 b0,
 #undef FULGUR_MMA_SYNC
 }
 
-// As load_shared_matrices, each matrix transposed.
+// Like load_shared_matrices, with each matrix transposed.
 __device__ __forceinline__ void load_shared_matrices_transposed(u32 address, u32* x) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -25,12 +25,12 @@ __device__ __forceinline__ void load_shared_matrices_transposed(u32 address, u32
                : "memory");
 }
 
-// The transposed one of an 8 x 8 matrix of 16-bit elements, of which each lane has two side by side, as A and B have.
+// Transposes an 8 x 8 matrix of 16-bit elements, of which each lane has two adjacent ones, as in A and B.
 __device__ __forceinline__ u32 transposed_matrix(u32 x) {
   u32 y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
-// Where chunk `chunk` of 16 bytes lies in a panel's row, so that no two rows of eight have a chunk in the same banks.
+// The offset of chunk `chunk` of 16 bytes in a row of a panel. The same chunk of eight rows lies in different banks.
 __device__ __forceinline__ u32 swizzled(u32 row, u32 chunk) { return row * 128 + ((chunk ^ row) % 8 << 4); }

@@ -10,5 +10,6 @@ using ElementO = ElementType<Element(kElementO)>;
 
 constexpr Operands kOperands = {ElementQ::kType, ElementK::kType, ElementV::kType, ElementO::kType};
 
-// A product has operands of one type: S = Q K^T, O = P V and their gradients; but K of a Q of e4m3 may be e5m2.
+// The operands of a product have the same type: S = Q K^T, O = P V and their gradients; but with Q of e4m3, K may be
+// e5m2.
 static_assert(ElementQ::kType == ElementK::kType || (ElementQ::kType == kE4M3 && ElementK::kType == kE5M2));

@@ -1,13 +1,13 @@
-// Codes of rows, bit for bit those that the CPU makes (docs/contract.md, base/quantize.cpp), by a warp for each head of
-// a row; and the numbers of codes.
+// Quantizes rows, bit for bit as the CPU does (docs/contract.md, base/quantize.cpp), by a warp for each head of a row;
+// and dequantizes them.
 #pragma once
 #include "device/append.cuh"
 #include "device/math.cuh"
 #include "host_device/heads.h"
 
-enum : int { kOfLane = kMostHadamardColumns / 32 };
+enum : int { kOfLane = kMaxHadamardColumns / 32 };
 
-// H of n columns, of which a lane has every 32nd one, x, by a warp; sums are those of the CPU, one by one.
+// Multiplies n columns by H by a warp, whose lanes have every 32nd column in x. Each sum is rounded as on the CPU.
 __device__ __forceinline__ void hadamard_lanes(float (&x)[kOfLane], int n) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -33,7 +33,7 @@ __device__ __forceinline__ void hadamard_lanes(float (&x)[kOfLane], int n) {
   }
 }
 
-// All columns of a row in shared memory, which this lane has written of every 32nd one, times H D / sqrt(n).
+// Multiplies a row in shared memory by H D / sqrt(n). Each lane has written every 32nd column.
 __device__ __forceinline__ void hadamard_row(float* row, int dim, int lane) {
   const int columns = hadamard_columns(dim);
   const float scale = hadamard_scale(columns);
@@ -57,7 +57,7 @@ __device__ __forceinline__ void hadamard_row(float* row, int dim, int lane) {
   __syncwarp();
 }
 
-// The numbers of a row of `rows`, at their position and rotated where its columns are, less their means.
+// The numbers of a row of `rows`: rotated to its position and, if requested, by H, minus the means of columns.
 template <Element kType>
 class AppendedNumbers {
  public:
@@ -70,9 +70,9 @@ class AppendedNumbers {
               head * rows.from_head),
         mean_(rows.mean == nullptr ? nullptr : rows.mean + token.b * rows.mean_batch + head * rows.mean_head) {}
 
-  // Rotates all columns, to memory of this warp. `rounded`: they are rounded at their position first, as queries are.
+  // Multiplies all columns by H, to shared memory of this warp. `rounded`: they are rounded before, as queries are.
   __device__ __forceinline__ void rotate(float* row, int dim, bool rounded, int lane) {
-    __syncwarp();  // of the row before nothing is read any more
+    __syncwarp();  // no lane reads the previous row any more
     for (int i = lane; i < dim; i += 32) row[i] = rounded ? to_f32<kType>(from_f32<kType>(placed(i))) : placed(i);
     hadamard_row(row, dim, lane);
     rotated_ = row;
@@ -84,7 +84,7 @@ class AppendedNumbers {
   }
 
  private:
-  // Products and sums are rounded one by one, as the CPU rounds them.
+  // Products and sums are rounded separately, as on the CPU.
   __device__ __forceinline__ float placed(int column) const {
     if (column >= 2 * pairs_) return to_f32<kType>(from_[column]);
     const int pair = p_.interleaved ? column / 2 : column % pairs_;
@@ -110,7 +110,7 @@ class AppendedNumbers {
 __device__ __forceinline__ bool is_nan(float x) { return x != x; }
 __device__ __forceinline__ float nan_f32() { return __int_as_float(0x7fc00000); }
 
-// The largest magnitude of finite numbers, and the least and the largest of them.
+// The maximum magnitude of finite numbers, their minimum and their maximum.
 struct Extremes {
   float magnitude = 0, min = 3.402823466e+38f, max = -3.402823466e+38f;
   bool nan = false;
@@ -122,7 +122,7 @@ struct Extremes {
     min = fminf(min, x);
     max = fmaxf(max, x);
   }
-  // As four floats.
+  // Stores them as four floats.
   __device__ __forceinline__ void store(float* to) const {
     *reinterpret_cast<float4*>(to) = {magnitude, min, max, nan ? 1.0f : 0.0f};
   }
@@ -133,7 +133,7 @@ struct Extremes {
     min = fminf(min, x.y);
     max = fmaxf(max, x.z);
   }
-  // Those of all lanes of a warp.
+  // Reduces over all lanes of a warp.
   __device__ __forceinline__ void join_lanes() {
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) {
@@ -145,7 +145,7 @@ struct Extremes {
   }
 };
 
-// What codes of a format are, from the table of base/formats.h.
+// The properties of a format, from the table of base/formats.h.
 struct CodeFormat {
   float lowest, largest;
   bool integers, four_bits;
@@ -158,7 +158,7 @@ __device__ __forceinline__ CodeFormat code_format(int format) {
   return {-8, 7, true, true};
 }
 
-// A number of f32 as the code of a float of 8 bits, of which `largest` is the largest number's.
+// Converts f32 to a code of a float of 8 bits; `largest` is the code of the maximum.
 template <int fraction, int largest>
 __device__ __forceinline__ u32 float8_code(float x, u32 sign) {
   constexpr int kBias = (1 << (6 - fraction)) - 1;
@@ -181,7 +181,7 @@ __device__ __forceinline__ u32 code_of(int format, float x, u32 sign) {
 __device__ __forceinline__ unsigned short scale_bits_f16(float x) {
   return is_nan(x) ? 0x7e00 : from_f32<kF16>(fminf(fmaxf(x, -65504.0f), 65504.0f));
 }
-// As a tensor of scales keeps a number.
+// Rounds a number to the dtype of a tensor of scales.
 __device__ __forceinline__ float rounded_scale(const AppendScales& t, float x) {
   return t.f32 ? x : half_to_float(scale_bits_f16(x));
 }
@@ -216,7 +216,7 @@ __device__ __forceinline__ void write_scale(const AppendScales& t, long long at,
     static_cast<unsigned short*>(t.data)[at] = scale_bits_f16(x);
 }
 
-// Where the scale of a group of columns lies, of a row of `entry`, or of a sequence.
+// The index of the scale of a group of columns: of a row, or of a sequence.
 __device__ __forceinline__ long long scale_place(const AppendCodes& c, const AppendScales& t, int sequence,
                                                  long long entry, long long row, int head, int group) {
   return (c.of_rows ? entry * t.batch + row * t.row : sequence * t.batch) + head * t.head + group * t.group;
@@ -231,7 +231,7 @@ __device__ __forceinline__ GroupScale read_scales(const AppendCodes& c, int sequ
 
 struct BlockFormat {
   int bits;
-  bool has_low;  // code 0 is a number of its own, the least one of the block
+  bool has_low;  // code 0 is the minimum of the block
   __device__ __forceinline__ int header() const { return has_low ? 4 : 2; }
   __device__ __forceinline__ int codes() const { return header() + (bits == 5 ? 4 : 0); }
   __device__ __forceinline__ int bytes() const { return codes() + (bits == 8 ? 32 : 16); }
@@ -245,13 +245,13 @@ __device__ __forceinline__ BlockFormat block_format(int format) {
 __device__ constexpr signed char kNumbersOfIQ4NL[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                                         1,    13,   25,  38,  53,  69,  89,  113};
 
-// A block of the lanes' numbers, by a warp.
+// Packs a block of the lanes' numbers, by a warp.
 __device__ __forceinline__ void pack_block(int format, float x, unsigned char* block, int lane) {
   const BlockFormat of = block_format(format);
   Extremes e;
   e.add(x);
   e.join_lanes();
-  // Of equal ones the first is meant: zeros have signs.
+  // The first of equal numbers counts, since zeros have signs.
   const auto first = [&](bool is) {
     const u32 lanes = __ballot_sync(0xffffffff, is);
     const float found = __shfl_sync(0xffffffff, x, max(31 - __clz(lanes & -lanes), 0));
@@ -260,14 +260,14 @@ __device__ __forceinline__ void pack_block(int format, float x, unsigned char* b
   const float largest = first(e.magnitude > 0 && fabsf(x) == e.magnitude);
   const float low = first(x == e.min), high = first(x == e.max);
   const int half = of.bits == 8 ? 0 : 1 << (of.bits - 1);
-  const float most = of.bits == 8 ? 127 : float((1 << of.bits) - 1);  // of codes
+  const float max_code = of.bits == 8 ? 127 : float((1 << of.bits) - 1);
   float scale = format == kIQ4NL   ? __fdiv_rn(largest, -127)
-                : of.has_low       ? __fdiv_rn(__fsub_rn(high, low), most)
+                : of.has_low       ? __fdiv_rn(__fsub_rn(high, low), max_code)
                 : format == kQ8_0  ? __fdiv_rn(e.magnitude, 127)
                                    : __fdiv_rn(largest, float(-half));
   scale = e.nan ? nan_f32() : fminf(fmaxf(scale, -65504.0f), 65504.0f);
   const float inverse = __fdiv_rn(1, scale);
-  const bool any = fabsf(inverse) < infinity();  // else all codes are that of 0
+  const bool any = fabsf(inverse) < infinity();  // else all codes are the code of 0
   int code;
   if (format == kIQ4NL) {
     const float moved = any ? __fmul_rn(x, inverse) : 0;
@@ -277,10 +277,11 @@ __device__ __forceinline__ void pack_block(int format, float x, unsigned char* b
     code = moved < -127 ? 0 : moved > 113 ? 15 : code;
   } else if (of.has_low) {
     const float moved = any ? rintf(__fmul_rn(__fsub_rn(x, low), inverse)) : 0;
-    code = int(fminf(fmaxf(moved, 0), most));
+    code = int(fminf(fmaxf(moved, 0), max_code));
   } else {
     const float moved = any ? rintf(__fmul_rn(x, inverse)) : 0;
-    code = half + int(fminf(fmaxf(moved, half == 0 ? -most : float(-half)), half == 0 ? most : float(half - 1)));
+    const float from = half == 0 ? -max_code : float(-half), to = half == 0 ? max_code : float(half - 1);
+    code = half + int(fminf(fmaxf(moved, from), to));
   }
   const u32 header = scale_bits_f16(scale) | u32(scale_bits_f16(low)) << 16;
   if (lane < of.header()) block[lane] = static_cast<unsigned char>(header >> 8 * lane);
@@ -316,9 +317,9 @@ __device__ __forceinline__ long long codes_before(int format, long long numbers)
   return format == kInt4 ? numbers / 2 : numbers;
 }
 
-// The i-th number of codes that are no blocks, but for its scale.
+// The i-th number of a format without blocks, before its scale.
 __device__ __forceinline__ float code_number(int format, const unsigned char* codes, long long i) {
-  if (format == kE4M3) {  // not every GPU converts it
+  if (format == kE4M3) {  // not every GPU has an instruction for it
     const u32 magnitude = codes[i] & 0x7f, sign = u32(codes[i] & 0x80) << 24;
     const u32 number = __float_as_uint(__fmul_rn(__uint_as_float(magnitude << 20), 0x1p120f));
     return magnitude == 0x7f ? nan_f32() : __uint_as_float(sign | number);
@@ -329,8 +330,8 @@ __device__ __forceinline__ float code_number(int format, const unsigned char* co
   return float((code ^ 8) - 8);
 }
 
-// A head of a row becomes codes at its place, or a rotated row of numbers, by a warp. `row`: memory for a row that is
-// rotated.
+// Quantizes a head of a row to its place, or only multiplies it by H, by a warp. `row`: shared memory for a row that is
+// multiplied by H.
 template <Element kType>
 __device__ __forceinline__ void quantize_head(const AppendParams& p, const AppendRows& rows, const AppendToken& token,
                                               const AppendPlace& to, int head, int lane, float* row) {
@@ -371,7 +372,7 @@ __device__ __forceinline__ void quantize_head(const AppendParams& p, const Appen
       const float x = numbers[begin + i];
       float scaled = x;
       if (c.groups > 0) scaled = __fadd_rn(by.scale == 0 ? 0 : __fdiv_rn(x, by.scale), by.zero_point);
-      // The CPU's NaN has the sign of the NaN that it comes from.
+      // On the CPU a NaN has the sign of the operand that it comes from.
       const float signed_x = !is_nan(scaled) ? scaled : is_nan(x) ? x : is_nan(by.scale) ? by.scale : -1.0f;
       return code_of(c.format, scaled, __float_as_uint(signed_x) >> 24 & 0x80);
     };

@@ -15,16 +15,17 @@ __device__ __forceinline__ Lengths lengths_of(const CallParams& p, int batch) {
   return n;
 }
 
-// Scores say which keys are hidden: any, of any tile.
+// Any key of any tile may be hidden by its score.
 enum : int { kScoresHide = kBias || kScoreMod || kMaskMod };
-enum : int { kHidesKeys = kHasLeft || kHasRight || kTree || kScoresHide };  // that exist, from some rows
+// Whether keys that exist may be hidden from some rows.
+enum : int { kHidesKeys = kHasLeft || kHasRight || kTree || kScoresHide };
 
 __device__ __forceinline__ Band band_of(const CallParams& p) {
   return {bool(kHasLeft), bool(kHasRight), p.window_left, p.window_right, kHasChunk ? p.chunk : 0, bool(kTopLeft),
           kPart ? p.part.shift : 0, kPart ? p.part.key : 0};
 }
 
-// Rows of q that a sequence has, beyond seqused_q too.
+// Rows of q of a sequence, including those beyond seqused_q.
 __device__ __forceinline__ int query_rows(const CallParams& p, int batch) {
   int start = 0;
   int count = p.sq;
@@ -32,7 +33,7 @@ __device__ __forceinline__ int query_rows(const CallParams& p, int batch) {
   return count;
 }
 
-// Rows of k that a sequence has, beyond seqused_k too.
+// Rows of k of a sequence, including those beyond seqused_k.
 __device__ __forceinline__ int key_rows(const CallParams& p, int batch) {
   int start = 0;
   int count = p.sk;

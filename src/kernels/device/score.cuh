@@ -1,7 +1,8 @@
-// The score hook: the one place where a score is transformed between the product and the softmax, and where its
-// derivative is. Forward, decode and backward kernels and the repairs of rows call score() or exponent() with the place
-// of the entry; softcap, ALiBi, expressions and a dense bias are the bodies there are. Every rounding is spelled out,
-// so that all kernels give the same bits: what the compiler makes of a * b + c depends on what is around it.
+// The score hook: the only place where a score is transformed between the product and the softmax, and where its
+// derivative is computed. Forward, decode and backward kernels and the repairs of rows call score() or exponent() with
+// the place of the entry. Its transformations are softcap, ALiBi, expressions and a dense bias. Every rounding is
+// explicit, so that all kernels compute the same bits: whether the compiler fuses a * b + c depends on the code around
+// it.
 #pragma once
 #include "device/elements.cuh"
 #include "device/expression.cuh"
@@ -10,16 +11,16 @@
 #include "host_device/score.h"
 
 enum : int {
-  kScoreReadsHead = kAlibi || kExpressions,     // score() reads what score_head() has
+  kScoreReadsHead = kAlibi || kExpressions,     // score() needs score_head()
   kHasScoreSlope = kSoftcap || kScoreModSlope,  // score_slope() is not 1 everywhere
 };
 
 using BiasElement = InMemory<kBias ? Element(kBias - 1) : kF32>::Type;
 
-// What the hook reads once for all scores of a q head of a sequence.
+// What the hook loads once for all scores of a q head of a sequence.
 struct PlainHead {
   float alibi;              // the slope, in units of log2, kAlibi
-  const BiasElement* bias;  // of the first query and key, kBias
+  const BiasElement* bias;  // at the first query and key, kBias
 };
 struct ExpressionHead : PlainHead {
   int batch, head;
@@ -51,19 +52,19 @@ __device__ __forceinline__ ScoreHead score_head(const CallParams& p, Lengths n, 
   return of_head;
 }
 
-// A head of whose hook only the slope is known.
+// A head of which only the ALiBi slope is set.
 __device__ __forceinline__ ScoreHead head_of_slope(float alibi) {
   ScoreHead of_head = {};
   of_head.alibi = alibi;
   return of_head;
 }
 
-// The place of an entry of S. Kernels make that of a thread's first one, and move it by constants to the others: what
-// no body reads is not computed.
+// The place of an entry of S. Kernels compute that of a thread's first entry and move it by constants to the others.
+// The compiler removes members that no transformation reads.
 struct ScoreContext {
   ScoreHead head;
   int query, key;  // in their sequence
-  float distance;  // of the query's diagonal from the key
+  float distance;  // from the key to the query's diagonal
   float apart;     // key - query
 
   __device__ __forceinline__ ScoreContext moved(int queries, int keys) const {
@@ -85,7 +86,7 @@ __device__ __forceinline__ float softcap_score(const CallParams& p, float s) {
   return from_center < float(kTanhSmall * kTanhSmall - kTanhCenter) ? small : large;  // |u| < kTanhSmall
 }
 
-// Its derivative by scale * s: 1 - tanh(x)^2 = 4 r (1 - r) with r = 1 / (exp(2 x) + 1).
+// The derivative of softcap by scale * s: 1 - tanh(x)^2 = 4 r (1 - r) with r = 1 / (exp(2 x) + 1).
 __device__ __forceinline__ float softcap_slope(const CallParams& p, float s) {
   const float r = reciprocal_fast(exp2_fast(s * p.softcap_scale) + 1);
   return 4 * r * (1 - r);
@@ -96,8 +97,8 @@ __device__ __forceinline__ float alibi_score(const ScoreContext& at, float s) {
   return __fmaf_rn(-at.head.alibi, fabsf(at.distance), s);
 }
 
-// The dense bias of an entry, from memory. After the last row and key, where products have entries, it is another
-// one's.
+// The dense bias of an entry, from memory. For entries of products after the last row or key it is that of the last
+// one.
 __device__ __forceinline__ float bias_up_to(const CallParams& p, const ScoreContext& at, int last_query) {
   if (!kBias) return 0;
   const BiasElement bias = at.head.bias[min(at.query, last_query) * p.bias.row + min(at.key, p.sk - 1) * p.bias.key];
@@ -108,13 +109,13 @@ __device__ __forceinline__ float bias_of(const CallParams& p, const ScoreContext
   return bias_up_to(p, at, p.sq - 1);
 }
 
-// The place of an entry. After the last row and key, where products have entries, it is theirs.
+// The place of an entry. For entries of products after the last row or key it is that of the last one.
 template <class Params, class Context>
 __device__ __forceinline__ ExpressionPlace expression_place(const Params& p, const Context& at) {
   const auto& of = at.head;
   ExpressionPlace place =
       expression_place(p, of.n, of.batch, of.head, min(at.query, of.n.sq - 1), min(at.key, of.n.sk - 1));
-  // Moved by constants, where integers would be converted for each entry; exact below 2^24.
+  // Moved by constants, as otherwise an integer is converted for each entry; exact below 2^24.
   place.apart = at.apart;
   if constexpr (kPart != 0) place.apart += float(p.part.key - p.part.query);
   place.delta = kPart || kTopLeft ? place.apart - float(place.sk - place.sq) : -at.distance;
@@ -127,39 +128,39 @@ __device__ __forceinline__ bool mask_mod_hides(const Params& p, const ScoreConte
   else return false;
 }
 
-// Whether a bias or mask_mod hides a key from a query, whatever they are.
+// Whether the bias or mask_mod hides a key from a query.
 template <class Params>
 __device__ __forceinline__ bool hides(const Params& p, const ScoreContext& at) {
   return mask_mod_hides(p, at) || (kBias && bias_of(p, at) < float(kHidingBias));
 }
 
-// What softcap and ALiBi make of a product, in units of log2.
+// The score of a product after softcap and ALiBi, in units of log2.
 __device__ __forceinline__ float capped_score(const CallParams& p, const ScoreContext& at, float s) {
   s = kSoftcap ? softcap_score(p, s) : __fmul_rn(s, p.scale_log2);
   return kAlibi ? alibi_score(at, s) : s;
 }
 
-// What score_mod takes: the score of a product in its own units.
+// The argument of score_mod: the score of a product in natural units.
 __device__ __forceinline__ float natural_score(const CallParams& p, const ScoreContext& at, float s) {
   constexpr float kLn2 = 0.693147180559945f;
   if (kSoftcap || kAlibi) return __fmul_rn(capped_score(p, at, s), kLn2);
   return __fmul_rn(s, __fmul_rn(p.scale_log2, kLn2));
 }
 
-// What softcap, ALiBi and score_mod make of a product: in units of log2, with score_mod in its own.
+// The score of a product after softcap, ALiBi and score_mod: in units of log2, with score_mod in natural units.
 template <class Params>
 __device__ __forceinline__ float modified_score(const Params& p, const ScoreContext& at, float s) {
   if constexpr (kScoreMod != 0) return expression_score(expression_place(p, at), natural_score(p, at, s));
   else return capped_score(p, at, s);
 }
 
-// What turns a score into units of log2.
+// The factor of a score to units of log2.
 __device__ __forceinline__ float score_factor(const CallParams& p) {
   return kScoreMode == 0 ? p.scale_log2 : kScoreMod ? 1.4426950408889634f : 1.f;
 }
 
-// s + bias, whose derivative by s is 1, in the units of s. `hides`: a bias that hides makes -inf of any s; otherwise
-// -inf, a number that is as good as that for exponents, or NaN.
+// s + bias, whose derivative by s is 1, in the units of s. `hides`: with a bias that hides the result is -inf for any
+// s; otherwise it is -inf, a number whose exponential is 0, or NaN.
 template <bool hides = true>
 __device__ __forceinline__ float biased_score(const CallParams& p, float s, float bias) {
   if (kBias == 1 + kBool) return bias == 0 ? s : bias;
@@ -167,9 +168,9 @@ __device__ __forceinline__ float biased_score(const CallParams& p, float s, floa
   return hides && bias < float(kHidingBias) ? -infinity() : sum;
 }
 
-// What a product s of q and k becomes; `bias` is the dense bias there. kScoreMode 0: a score divided by the scale,
-// which exponents take. 1: a score in units of log2, with score_mod in its own. `masks`: mask_mod hides; otherwise the
-// caller does, where it may. `bias_hides`: so does the bias, as in biased_score.
+// The score of a product s of q and k; `bias` is the dense bias there. With kScoreMode 0 it is divided by the scale,
+// which is part of exponents; with 1 it is in units of log2, with score_mod in natural units. `masks`: mask_mod is
+// applied; otherwise the caller has to. `bias_hides`: `hides` of biased_score.
 template <bool masks = true, bool bias_hides = true, class Params>
 __device__ __forceinline__ float score(const Params& p, const ScoreContext& at, float s, float bias) {
   if (kScoreMode != 0) s = modified_score(p, at, s);
@@ -183,7 +184,7 @@ __device__ __forceinline__ bool score_mod_hides(const Params& p, const ScoreCont
   return kScoreMod && modified_score(p, at, s) == -infinity();
 }
 
-// Whether mask_mod or score_mod does.
+// Whether mask_mod or score_mod hides the key of an entry.
 template <class Params>
 __device__ __forceinline__ bool mods_hide(const Params& p, const ScoreContext& at, float s) {
   return mask_mod_hides(p, at) || score_mod_hides(p, at, s);
@@ -207,7 +208,7 @@ __device__ __forceinline__ float exponent(const Params& p, const ScoreContext& a
   return kScoreMode == 0 || kScoreMod ? __fmaf_rn(s, score_factor(p), shift) : __fadd_rn(s, shift);
 }
 
-// The same where the shift is -LSE, and so the exponent at most `limit`: with large scores LSE is rounded by more.
+// The same if the shift is -LSE, so that the exponent is at most `limit`: with large scores, LSE is rounded by more.
 template <bool masks = true, class Params>
 __device__ __forceinline__ float exponent_up_to(const Params& p, const ScoreContext& at, float s, float bias,
                                                 float shift, float limit) {

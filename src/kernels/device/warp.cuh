@@ -1,4 +1,4 @@
-// What a warp or a warpgroup does as one: its registers, one lane for all, one value for all, named barriers.
+// Operations of a warp or a warpgroup as a whole: registers, elected lanes, uniform values, named barriers.
 #pragma once
 #include "host_device/host_device.h"
 
@@ -22,14 +22,14 @@ __device__ __forceinline__ u32 elect_one() {
   return elected;
 }
 
-// Read anew each time: no register is kept for it where loads are rare and registers few.
+// Read again in each call (volatile), so that no register is kept for it.
 __device__ __forceinline__ u32 lane_of_warp() {
   u32 lane;
   asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
   return lane;
 }
 
-// Ties registers to this point of the program, so that no use moves above the wait before it.
+// Keeps the compiler from moving uses of registers above the preceding wait.
 template <int count>
 __device__ __forceinline__ void register_fence(float (&x)[count]) {
 #pragma unroll
@@ -41,10 +41,10 @@ __device__ __forceinline__ void register_fence(u32 (&x)[count]) {
   for (int i = 0; i < count; ++i) asm volatile("" : "+r"(x[i])::"memory");
 }
 
-// One value for the whole warp; tells the compiler so, and what is computed from it lives in uniform registers.
+// A value that is the same in the whole warp: the compiler then keeps it, and what depends on it, in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
-// `threads`: of those that arrive and those that wait together.
+// `threads`: the number of threads that arrive or wait.
 __device__ __forceinline__ void named_barrier_arrive(u32 name, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }

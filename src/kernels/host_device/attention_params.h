@@ -1,24 +1,23 @@
-// What kernels are told of a call, the same for the host and the device.
+// Arguments of attention kernels, the same for the host and the device.
 #pragma once
 #include "host_device/element.h"
 #include "host_device/expression.h"
 #include "host_device/work_tiles.h"
 
-// A tensor [batch, row, head, dim] of its operand's elements; strides in elements, of any sign. Packed: no batch
-// stride.
+// A tensor [batch, row, head, dim]; strides in elements, of any sign. A packed tensor has no batch stride.
 struct StridedTensor {
   void* data;
   long long batch, row, head;
 };
 
-// Where keys lie that are in pages: K and V are tensors [page, row, head, dim].
+// The pages of keys: K and V are tensors [page, row, head, dim].
 struct KeyPages {
-  int entries;  // pages that there are
-  int ids;      // in the table: of a sequence, or of all lists
+  int entries;  // number of pages
+  int ids;      // ids of a sequence in the table, or of all lists
   long long table_stride;  // from the ids of a sequence to those of the next, without indptr
   long long id_stride;     // from an id to the next
   const int* table;   // [b, ids], or [ids]: the lists of all sequences
-  const int* indptr;  // [b + 1], kPageLists: where the list of a sequence begins
+  const int* indptr;  // [b + 1], kPageLists: the first id of each sequence
 };
 
 // The sinks [hq], kHasSinks.
@@ -40,15 +39,15 @@ struct DenseBias {
   long long batch, head, row, key;
 };
 
-// Where a part of a larger call lies in it: how many keys later diagonals are, as Band::shift, and of its random
-// numbers how many heads a sequence has and which are the first head of all, query and key.
+// The origin of a part in a larger call: the shift of diagonals (Band::shift) and, for random numbers, the heads of a
+// sequence, and the first head (over all sequences), query and key.
 struct CallPart {
   int shift, heads, head, query, key;
 };
 
-// What is computed: inputs, lengths, mask and scores.
+// The call: inputs, lengths, mask and scores.
 struct CallParams {
-  StridedTensor q, k, v;       // for rows that are computed again (attention/repair.cuh)
+  StridedTensor q, k, v;       // for rows that are recomputed (attention/repair.cuh)
 
   const int* cu_seqlens_q;     // [b + 1], packed
   const int* cu_seqlens_k;     // [b + 1], packed
@@ -57,7 +56,7 @@ struct CallParams {
   long long alibi_batch_stride;  // elements (0 for [hq])
 
   int sq, sk;                  // the lengths; packed: of the longest sequences
-  int d, dv;                   // true widths
+  int d, dv;                   // not rounded
   int hq;
   int group;                   // hq / hk
   int window_left;             // >= 0 where kHasLeft
@@ -67,24 +66,24 @@ struct CallParams {
   float softcap_log2;          // kSoftcap: softcap * log2(e)
   float softcap_small;         // kSoftcap: scale * log2(e) * kTanhSquare (host_device/score.h)
 
-  int total_q, total_k;  // rows of q and k in all, packed
+  int total_q, total_k;  // rows of all packed sequences of q and k
 
   // kDropout
-  const unsigned long long* rng_state;  // seed and offset; null: they are the next two
+  const unsigned long long* rng_state;  // seed and offset; null: they are dropout_seed and dropout_offset
   unsigned long long dropout_seed, dropout_offset;
-  unsigned dropout_threshold;  // as in host_device/dropout.h
+  unsigned dropout_threshold;  // dropout_threshold() of host_device/dropout.h
   float keep_scale;            // 1 / (1 - p)
 
-  alignas(16) int chunk;  // > 0 where kHasChunk; what is after stays as aligned as without it
+  alignas(16) int chunk;  // > 0 where kHasChunk; aligned, so that the alignment of later members does not depend on it
   CallPart part;          // kPart
   const int* seqused_q;   // [b], kSeqUsedQ
   DenseBias bias;
   float bias_factor;  // kScoreMode 0: 1 / scale
 };
 
-// What every forward kernel is told.
+// Arguments of every forward kernel.
 struct AttentionParams : CallParams {
-  StridedTensor o;             // for O that leaves from registers
+  StridedTensor o;             // for O that is stored from registers
   float* lse;                  // [b, hq, sq] or packed [hq, total_q]; natural logarithm
   long long lse_batch_stride;  // elements (0 when packed)
   long long lse_head_stride;   // elements
@@ -94,11 +93,11 @@ struct AttentionParams : CallParams {
   int* counters;
   float* partial;  // [split blocks][splits][strips][partial_floats(kValueDim)], kSplitTail
   int* tickets;    // [split blocks][strips], zero before the first launch, left zero, kSplitTail
-  KeyPages pages;  // kPage; its entries without pages: rows of the batch of K and V
+  KeyPages pages;  // kPage; without pages its entries are sequences of K and V
   Sinks sinks;
   const int* cache_batch_idx;           // [b], kBatchIdx
   const int* leftpad_k;                 // [b], kLeftPad
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
-  Descale q_descale, k_descale, v_descale;  // of operands of e4m3
+  Descale q_descale, k_descale, v_descale;  // descales of e4m3
   [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };

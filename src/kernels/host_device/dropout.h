@@ -1,12 +1,13 @@
-// Which entries of P dropout keeps: an entry's fate is a pure function of (p, seed, offset, head, query, key), never of
-// tiles, threads or engines. By Philox4x32-10, the counter-based random numbers of Salmon et al., "Parallel random
-// numbers: as easy as 1, 2, 3" (SC 2011). docs/contract.md says which word decides about which entry.
+// The entries of P that dropout keeps. Whether an entry is kept is a function of (p, seed, offset, head, query, key),
+// and does not depend on tiles, threads or engines. By Philox4x32-10, the counter-based random numbers of Salmon et
+// al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011). docs/contract.md says which word decides about which
+// entry.
 #pragma once
 #include "host_device/host_device.h"
 
 namespace fulgur::kernels {
 
-// Of Philox4x32: rounds, the multipliers, and what each round adds to the key.
+// Constants of Philox4x32: rounds, multipliers, and the increments of the key in each round.
 enum : int { kPhiloxRounds = 10 };
 enum : u32 {
   kPhiloxMultiplier0 = 0xD2511F53u,
@@ -40,7 +41,7 @@ FULGUR_SHARED PhiloxWords philox(PhiloxWords counter, PhiloxKey key) {
   return counter;
 }
 
-// Consecutive keys of one query that the words of one call decide about.
+// Consecutive keys of a query for which the words of one call decide.
 enum : int { kDropoutKeys = 4 };
 
 // An entry is kept if its word is not below this: round(p * 2^32), at most 2^32 - 1. p in [0, 1) is the probability of
@@ -66,7 +67,7 @@ struct DropoutMask {
   }
 };
 
-// Seed and offset become one key, so that no offset of a seed is another seed's.
+// Combines seed and offset to a key, so that different pairs have different keys.
 FULGUR_SHARED DropoutMask dropout_mask(u32 threshold, u64 seed, u64 offset) {
   const PhiloxWords words =
       philox({{low_word(offset), high_word(offset), 0, 0}}, PhiloxKey{{low_word(seed), high_word(seed)}});

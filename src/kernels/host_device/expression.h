@@ -1,5 +1,5 @@
-// Arguments of the expressions of a call, the same for the host and the device. They are the last of a kernel's: device
-// text without expressions has none of them.
+// Arguments of the expressions of a call, the same for the host and the device. They are the last arguments of a
+// kernel, and kernels without expressions do not have them.
 //
 // With expressions kernel_config.h, which comes before this in device text, has FULGUR_EXPRESSIONS and the functions
 // that device/expression.cuh calls, which cuda/common/expression.cpp prints.
@@ -10,11 +10,11 @@ namespace fulgur::kernels {
 
 constexpr int kMaxExpressionTensors = 8, kMaxExpressionRank = 4, kMaxExpressionWords = 128;
 
-// Sums for the gradient of a tensor, row-major, as integers: in units of 2^-n that the largest addend allows.
+// Sums for the gradient of a tensor, row-major, as integers in units of 2^-n, where n depends on the largest addend.
 struct ExpressionSums {
   long long* sums;
   int* largest;            // bits of the largest |addend|
-  unsigned char* spoiled;  // 1: some addend is no finite number
+  unsigned char* spoiled;  // 1: some addend is not finite
 };
 
 // A tensor that expressions index.
@@ -22,7 +22,7 @@ struct ExpressionTensor {
   const void* data;
   long long stride[kMaxExpressionRank];  // elements
   int last[kMaxExpressionRank];          // the last index of each dimension
-  ExpressionSums sums;                   // where a gradient is wanted
+  ExpressionSums sums;                   // if a gradient is requested
 };
 
 // The words of a map of tiles (host_device/tile_map.h). A word is of 32 tiles of a block: its low half has a bit for
@@ -73,7 +73,7 @@ struct ExpressionArguments {
 #endif
 };
 
-// Quotients of x >= 0 by a divisor: x * factor >> shift.
+// A divisor d of integers, for which x / d = x * factor >> shift if x >= 0.
 struct Reciprocal {
   u32 factor;
   int shift;
@@ -85,7 +85,7 @@ FULGUR_SHARED Reciprocal reciprocal_of(int divisor) {
   return {u32((1ull << (31 + log)) / u64(divisor) + 1), 31 + log};
 }
 
-// Rounded down, of any x.
+// The quotient of any x, rounded down.
 FULGUR_SHARED int floor_quotient(int x, const Reciprocal& by) {
   const int sign = x >> 31;
   return int(u64(u32(x ^ sign)) * by.factor >> by.shift) ^ sign;

@@ -1,5 +1,5 @@
-// For text that the host's compiler and the device's both read: plain constexpr C++, in the namespace fulgur::kernels,
-// so that a formula that both sides need stands once.
+// For text that both the host's and the device's compiler read: plain constexpr C++ in the namespace fulgur::kernels,
+// so that formulas of both sides are written once.
 #pragma once
 
 #ifdef __CUDACC__

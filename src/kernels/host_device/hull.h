@@ -1,6 +1,6 @@
-// Intervals in which the values of nodes of an expression lie, and what operations make of them: how a tile of scores
-// is found to be hidden or shown whole without a look at each score. On the host expression/hulls.h uses them, on the
-// device maps/tile_map.cu.
+// Interval arithmetic for expressions: a hull is the interval of the values of a node, and each operation computes the
+// hull of its result from those of its operands. So a tile of scores is known to be hidden or shown whole without
+// computing each score. Used on the host by expression/hulls.h, on the device by maps/panel_hulls.cuh.
 #pragma once
 #include "host_device/host_device.h"
 #ifndef __CUDACC__
@@ -12,14 +12,14 @@
 
 namespace fulgur::kernels {
 
-// As expression::Type numbers them.
+// Numbered as expression::Type.
 enum HullType : int { kBoolHull, kIntHull, kFloatHull };
 
 constexpr double kUnboundedHull = __builtin_bit_cast(double, 0x7ff0000000000000ull);
 constexpr double kMinInt = -2147483648.0, kMaxInt = 2147483647.0;
 
-// Of integers also which 6-bit hashes they have, by which sets that overlap but have no value in common are told apart.
-// Of what is not an integer all hashes are there.
+// `hashes` is the set of the 6-bit hashes of integers: two sets whose intervals overlap are disjoint if their hashes
+// are. For other values it has all hashes.
 struct Hull {
   double low = -kUnboundedHull;
   double high = kUnboundedHull;
@@ -47,13 +47,13 @@ FULGUR_HULL Hull hull_of(float value) {
   return {double(value), double(value), false};
 }
 
-// Integers that do not wrap.
+// The hull of integers, if they do not overflow.
 FULGUR_HULL Hull integer_hull(double low, double high) {
   if (low < kMinInt || high > kMaxInt) return hull_of_type(kIntHull);
   return {low, high, false};
 }
 
-// Floats, with the rounding of an operation; a sum or a product of infinities may be a NaN.
+// The hull of floats, widened by the rounding of an operation. A sum or product of infinities may be NaN.
 FULGUR_HULL Hull float_hull(double low, double high, bool may_be_nan) {
   constexpr double kError = 0x1p-22, kSmallest = 0x1p-126;
   if (!(fabs(low) < kUnboundedHull) || !(fabs(high) < kUnboundedHull)) return {};
@@ -71,7 +71,7 @@ FULGUR_HULL Hull join_hulls(const Hull& x, const Hull& y) {
   return {min_value(x.low, y.low), max_value(x.high, y.high), x.may_be_nan || y.may_be_nan, x.hashes | y.hashes};
 }
 
-// Operations. `type`: of the operands.
+// Operations. `type`: the type of the operands.
 FULGUR_HULL Hull hull_add(HullType type, const Hull& x, const Hull& y) {
   return number_hull(type, x.low + y.low, x.high + y.high, x.may_be_nan || y.may_be_nan);
 }
@@ -110,7 +110,7 @@ FULGUR_HULL Hull hull_shift_right(HullType type, const Hull& x, const Hull& by) 
 }
 FULGUR_HULL Hull hull_and(HullType type, const Hull& x, const Hull& y) {
   if (type == kBoolHull) return {min_value(x.low, y.low), min_value(x.high, y.high), false};
-  // What one of both has no bits for, the result has none for.
+  // Bits that one operand cannot have, the result cannot have.
   if (x.low >= 0 && y.low >= 0) return {0, min_value(x.high, y.high), false};
   if (x.low >= 0) return {0, x.high, false};
   return y.low >= 0 ? Hull{0, y.high, false} : hull_of_type(type);
@@ -149,7 +149,7 @@ FULGUR_HULL Hull hull_select(HullType, const Hull& condition, const Hull& yes, c
   return condition.low == 1 ? yes : condition.high == 0 ? no : join_hulls(yes, no);
 }
 
-// Which elements of a dimension of a tensor, clamped, indices name.
+// The elements of a dimension of a tensor that clamped indices may name.
 struct HullRange {
   int first, count;
 };
@@ -157,6 +157,6 @@ FULGUR_HULL HullRange hull_range(const Hull& index, double last) {
   const int first = int(min_value(max_value(index.low, 0), last));
   return {first, int(min_value(max_value(index.high, 0), last)) - first + 1};
 }
-enum : int { kMaxHullBox = 16 };  // elements of a tensor that are looked at for a tile
+enum : int { kMaxHullBox = 16 };  // maximum of elements of a tensor that are loaded for a tile
 
 }  // namespace fulgur::kernels

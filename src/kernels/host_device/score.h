@@ -1,10 +1,10 @@
-// What host and device know alike of the score hook (device/score.cuh).
+// Constants of the score hook (device/score.cuh), the same for the host and the device.
 #pragma once
 #include "host_device/host_device.h"
 
 namespace fulgur::kernels {
 
-// A dense bias below this counts as -inf: with the scale it stays finite in f32, and so do differences of scores.
+// A dense bias below this counts as -inf. Times the scale it is finite in f32, and so are differences of scores.
 constexpr double kHidingBias = -0x1p115;
 
 // softcap * tanh(x), x = scale * s / softcap, by tanh(x) = 1 - 2 / (exp(2x) + 1), which cancels for small x. There,

@@ -1,6 +1,6 @@
-// Rows: a sequence is cut into strips of 64 rows, and a block is as many consecutive strips of it as a CTA has
-// consumer warpgroups. The heads of a group, which share K and V, may share blocks as well: then strips are numbered
-// with these heads innermost, so that the strips of a block are of the same rows or of neighbouring ones.
+// Strips and blocks of rows: a sequence is cut into strips of 64 rows, and a block has as many consecutive strips as a
+// CTA has consumer warpgroups. The heads of a group, which share K and V, may also share blocks: then strips are
+// numbered with these heads innermost, so that a block has strips of the same rows or of adjacent ones.
 #pragma once
 #include "host_device/host_device.h"
 
@@ -10,18 +10,18 @@ enum : int { kStripRows = 64 };
 
 FULGUR_SHARED int strips_of(int rows) { return (rows + kStripRows - 1) / kStripRows; }
 
-// Where a strip begins, and its head.
+// The first row of a strip, and its head.
 struct Strip {
   int row, head;
 };
 
-// Blocks of up to `block_strips` strips, of `heads` that share them.
+// The number of blocks of up to `block_strips` strips, for `heads` that share blocks.
 FULGUR_SHARED int blocks_of(int rows, int block_strips, int heads = 1) {
   return (strips_of(rows) * heads + block_strips - 1) / block_strips;
 }
 
-// Where strips do not fill blocks, blocks at the beginning have one less: under a band they see the fewest keys. Of one
-// or two short blocks the last strips may be empty.
+// The first strip of a block. If strips do not fill all blocks, the first blocks have one strip less, because they see
+// the fewest keys under a band. If there are only one or two short blocks, their last strips may be empty.
 FULGUR_SHARED int first_strip(int rows, int block_strips, int block, int heads = 1) {
   const int missing = (block_strips - strips_of(rows) * heads % block_strips) % block_strips;
   return block_strips * block - min_of(block, missing);

@@ -1,4 +1,4 @@
-// What kernels are told of tensors that TMA reads and writes.
+// Tensor maps of tensors that TMA reads and writes.
 //
 // Rank 4, dims innermost first {dim, seqlen, heads, batch}, element strides 1, interleave none,
 // swizzle 128B, L2 promotion 256B, out-of-bounds fill zero. Byte strides are those of seqlen, heads and batch

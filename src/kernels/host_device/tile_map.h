@@ -5,8 +5,8 @@
 // outside of them is not seen: they make no tile partial, since kernels apply them by themselves.
 //
 // The words of a map (SeenWords, host_device/expression.h) belong to its blocks, each of which has a bit for each of
-// its tiles. Blocks are blocks of rows and their tiles are tiles of keys; of a map by keys (kMapByKeys) blocks are tiles
-// of keys and their tiles are blocks of rows.
+// its tiles. Blocks are blocks of rows, and their tiles are tiles of keys. In a map by keys (kMapByKeys) blocks are
+// tiles of keys, and their tiles are blocks of rows.
 //
 // Who makes a map before the attention kernel reads it:
 //   maps/tile_map.cu     of mask_mod: two kernels, or for short calls one (the fused map, maps/fused_map.cuh)

@@ -1,14 +1,14 @@
-// The work of a launch: q tiles that CTAs take from a counter, one after another. A q tile is a block of rows of one
-// head with all of its key tiles, or one split of it: a run of its key tiles.
+// The work of a launch: q tiles that CTAs take from a counter, one after the other. A q tile is a block of rows of one
+// head with all of its key tiles, or a split of it, which has consecutive key tiles.
 //
-// Blocks are numbered by sections of consecutive heads (batch * hq + head); inside a section row blocks are outermost
-// and heads innermost. A section is as many heads as share K and V, so that these come to L2 once, little by little,
-// with the loads of the sections before. All heads from bulk_heads on are the last section, which is long enough to
-// leave the SMs with short blocks at the end.
+// Blocks are numbered by sections of consecutive heads (batch * hq + head); in a section row blocks are the outer loop
+// and heads the inner one. A section has the heads that share K and V, so that these are loaded to L2 once, spread over
+// time. All heads from bulk_heads on are the last section, which has so many heads that the blocks at its end, which
+// are short under a band, fill all SMs.
 //
-// Some blocks may be cut into splits: under a full mask the last ones, too few to fill the SMs; under a
-// band, where all are too few, the first and longest. Each split leaves its O and its row statistics in global memory,
-// and the one that finishes last combines them in order.
+// Some blocks may be cut into splits: without a mask the last ones, if they do not fill the SMs; under a band, if all
+// blocks do not fill the SMs, the first and longest ones. Each split stores its O and its row statistics to global
+// memory, and the split that finishes last combines them in order.
 #pragma once
 #include "host_device/mask.h"
 
@@ -16,24 +16,24 @@ namespace fulgur::kernels {
 
 struct Work {
   int row_blocks;     // of the longest sequence
-  int heads;          // batch * hq, or of groups whose heads share blocks (host_device/strips.h)
-  int section_heads;  // heads a section
+  int heads;          // batch * hq, or groups whose heads share blocks (host_device/strips.h)
+  int section_heads;  // heads of a section
   int bulk_heads;     // heads in such sections
-  int q_tiles;        // blocks that are not cut, and splits of those that are
-  int first_split;    // blocks from here on
-  int end_split;      // to here are cut
-  int splits;         // into so many
+  int q_tiles;        // blocks that are not cut, and splits of the others
+  int first_split;    // blocks [first_split, end_split) are cut
+  int end_split;      // see first_split
+  int splits;         // splits of such a block
 
   friend FULGUR_SHARED bool operator==(const Work&, const Work&) = default;
 };
 
 struct QTile {
-  int block;  // of its sequence; < 0: no more work
+  int block;  // index in its sequence; < 0: no more work
   int head, batch;
-  int split;  // its number among the splits of all blocks that are cut; < 0: a whole block
+  int split;  // index among the splits of all cut blocks; < 0: a whole block
 };
 
-// Which of the blocks that are cut a split belongs to, and which of that block's splits it is.
+// The cut block of a split, and the index of the split in it.
 struct Split {
   int block, index;
 };
@@ -43,8 +43,8 @@ FULGUR_SHARED Split split_of(const Work& work, int split) {
   return {block, split - block * work.splits};
 }
 
-// `hq`: heads of a sequence, counted as in `work`. `splits`: some blocks are cut. Those row blocks of a section come
-// first that see the most keys: the last ones, unless only a left bound hides some.
+// `hq`: heads of a sequence, counted as in `work`. `splits`: some blocks are cut. The row blocks of a section that see
+// the maximum of keys are first: its last blocks, unless there is only a left bound.
 FULGUR_SHARED QTile q_tile_of(const Work& work, int hq, bool splits, const Band& band, int number) {
   if (number >= work.q_tiles) return {-1, 0, 0, -1};
   QTile tile = {0, 0, 0, -1};
@@ -70,7 +70,7 @@ FULGUR_SHARED QTile q_tile_of(const Work& work, int hq, bool splits, const Band&
   return tile;
 }
 
-// The key tiles of a split of a block that has `all`.
+// The key tiles of a split of a block with key tiles `all`.
 FULGUR_SHARED KeyTiles tiles_of_split(const Work& work, KeyTiles all, int split) {
   const int count = all.end - all.begin;
   const int index = split_of(work, split).index;
@@ -80,10 +80,10 @@ FULGUR_SHARED KeyTiles tiles_of_split(const Work& work, KeyTiles all, int split)
 FULGUR_SHARED int blocks_of(const Work& work) { return work.row_blocks * work.heads; }
 FULGUR_SHARED int split_blocks(const Work& work) { return work.end_split - work.first_split; }
 
-// Of the scheduler: q tiles given out, and CTAs that have finished.
+// Counters of the scheduler: q tiles taken, and CTAs that have finished.
 enum : int { kSchedulerCounters = 2 };
 
-// What a split leaves of a strip: of each of the warpgroup's 128 threads its fragment of O, two shifts and two sums.
+// Floats of the partial result of a strip: each of 128 threads has its fragment of O, two shifts and two sums.
 FULGUR_SHARED int partial_floats(int value_dim) { return 128 * (value_dim / 2 + 4); }
 
 }  // namespace fulgur::kernels

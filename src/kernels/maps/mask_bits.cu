@@ -105,8 +105,8 @@ __device__ __forceinline__ u32 word_of_columns(const uint2& row, const uint2& ro
   return __byte_perm(own(row.x, row8.x), own(row.y, row8.y), 0x6420);
 }
 
-// The word of a thread for a cell of the CTA. With kMapByKeys rows and keys are transposed: a thread has bits r and r + 8
-// of the 16 keys of its warp, and finds those of two rows in 32 bits.
+// The word of a thread for a cell of the CTA. With kMapByKeys rows and keys are transposed: a thread has bits r and
+// r + 8 of the 16 keys of its warp, and finds those of two rows in 32 bits.
 __device__ __forceinline__ u32 word_of_cell(const PartBits& bits_of, int cell) {
   if constexpr (kMapByKeys) {
     u32 word = 0;

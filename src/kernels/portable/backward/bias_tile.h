@@ -1,4 +1,4 @@
-// The map of shared memory of the portable kernel of a bias's gradient (portable/backward/bias_gradient.cu).
+// The layout of shared memory of the portable kernel of dbias (portable/backward/bias_gradient.cu).
 #pragma once
 #include "host_device/element.h"
 
@@ -7,7 +7,7 @@ namespace fulgur::kernels {
 enum : int { kPortableBiasTile = 64 };  // queries and keys of a tile
 
 struct PortableBiasLayout {
-  int keys;  // K or V; Q or dO is before it
+  int keys;  // K or V, after Q or dO
   int scratch, dropout_key, bytes;
 };
 

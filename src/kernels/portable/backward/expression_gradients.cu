@@ -1,10 +1,10 @@
 // The gradients of tensors that score_mod indexes, on every GPU since Ampere: dS times the derivative of the score by
 // an element, summed over all scores that it enters. S and dS are computed again (score_tiles.cuh).
 //
-// A CTA takes 64 queries of a head, and walks their key tiles. What rows or keys alone decide about an element is first
-// summed in registers and among lanes; other scores add one by one, but for warps whose scores enter the same element.
-// Sums are integers, in units that the largest addend allows, which a first launch finds: whatever the order, the same
-// bits come.
+// A CTA takes 64 queries of a head and iterates over their key tiles. Addends of elements that depend on the row alone,
+// or on the key alone, are first summed in registers and over lanes. Other scores are added one by one, unless all
+// scores of a warp belong to the same element. Sums are integers in units that depend on the largest addend, which a
+// first launch finds, so that their bits do not depend on the order of additions.
 #include "portable/backward/score_tiles.cuh"
 
 template <int number>
@@ -18,7 +18,7 @@ __device__ __forceinline__ float sum_of_warp(float x, int from) {
   return x;
 }
 
-// Adds to the sum of an element, or notes how large an addend is.
+// Adds to the sum of an element, or to the maximum of addends in the first launch.
 __device__ __forceinline__ void add_to_element(const BackwardParams& p, int tensor, int element, float x) {
   const ExpressionSums& s = p.expression.tensors[tensor].sums;
   if (x == 0) return;
@@ -33,10 +33,10 @@ __device__ __forceinline__ void add_to_element(const BackwardParams& p, int tens
   }
 }
 
-// The sums of a thread for rows r and r + 8, of gradients whose elements keys do not decide.
+// The sums of a thread for rows r and r + 8, for gradients whose elements do not depend on the key.
 using RowSums = float[max_of(kTensorGradients, 1)][2];
 
-// Adds a tile: products in X, and dS.
+// Adds a tile of scores, from products in X and dS.
 template <int number = 0>
 __device__ __forceinline__ void add_tile(const BackwardParams& p, const float (&X)[kBlockKeys / 2],
                                          const float (&dS)[kBlockKeys / 2], const ScoreContext& at, RowSums& rows) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ void add_tile(const BackwardParams& p, const float (&
   }
 }
 
-// Adds what a thread has summed for its rows.
+// Adds the sums of a thread for its rows.
 template <int number = 0>
 __device__ __forceinline__ void add_rows(const BackwardParams& p, const ScoreContext& at, RowSums& rows) {
   if constexpr (number < kTensorGradients) {

@@ -9,10 +9,10 @@
 // algorithm 4. docs/kernels/portable.md derives the tiles. Above d 128 keys_wide.cu computes the same.
 #include "portable/backward/keys.cuh"
 
-enum : int { kOneBarrier = kStages == 3 };  // of a step
+enum : int { kOneBarrier = kStages == 3 };  // per step
 static_assert(kRoles == 1 && kDsStages == 1 + kOneBarrier);
 
-// P^T and dS^T of a warp in a step, from S^T in S and, but for dropout, dP^T - D in X.
+// P^T and dS^T of a warp in a step, from S^T in S, and dP^T - D in X (with dropout dP^T).
 __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
                                                 const Steps& step, u32 statistics, float (&S)[kKeyTiles][kHalfRows / 2],
                                                 float (&X)[kKeyTiles][kHalfRows / 2], Weights& P, Weights& dS) {
@@ -41,7 +41,7 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-// dK and dV of a key block, and what it adds to dQ.
+// Computes dK and dV of a key block, and adds its terms to dQ.
 __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem, const Keys& keys) {
   if (keys.first() >= key_rows(p, keys.batch)) return;
   const Part part = part_of_warp();
@@ -71,7 +71,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
   const KeyOperands<kValueDim> own_v = key_operands<kValueDim>(part, smem + kLayout.v);
   int stage = 0;
   u32 weights = smem + kLayout.weights;
-  int* added = nullptr;  // the semaphore of the step before
+  int* added = nullptr;  // the semaphore of the previous step
 #pragma unroll 1
   for (Steps step(p, keys); step.more(); step.advance()) {
     if (!kOneBarrier) {
@@ -100,8 +100,8 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     store_weights(dS, part, ds_of(weights));
     if (kOneBarrier) async_copy_wait<0>();
     if constexpr (kOrderedDq != 0) {
-      // Where it was this block's turn already, the additions before were complete then; those that follow the barrier
-      // go to L2, as they did.
+      // If it was the turn of this block already, earlier additions were complete then. Additions after the barrier are
+      // performed in L2, as those were.
       if (threadIdx.x == 0)
         while ((turn & ~kFirstToAdd) != own_turn) turn = load_acquire(semaphore_of(p, keys, step));
     }
@@ -149,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
     for (; keys.block < p.key_blocks.blocks; ++keys.block) {
       compute_block(p, smem, keys);
-      async_copy_wait<0>();  // of a block that no row sees, K and V are still on their way
+      async_copy_wait<0>();  // K and V of a block that no row sees may still be in flight
       __syncthreads();
     }
   } else {

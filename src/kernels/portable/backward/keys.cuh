@@ -1,5 +1,5 @@
-// What the portable backward kernels by keys share: which key block a CTA has, what is added to dQ, how gradients
-// leave.
+// What the portable backward kernels by keys have in common: the key block of a CTA, additions to dQ, and stores of
+// gradients.
 #pragma once
 #include "attention/dropout.cuh"
 #include "device/score.cuh"
@@ -7,8 +7,8 @@
 #include "portable/backward/partials.cuh"
 #include "portable/backward/products.cuh"
 
-// The key block of this CTA. With kOrderedDq CTAs take them in the order in which they start, so that those that have
-// earlier ones run or have ended.
+// The key block of this CTA. With kOrderedDq a counter numbers CTAs in the order in which they start, so that the CTAs
+// of earlier blocks are running or have ended.
 __device__ __forceinline__ Keys keys_of_cta(const BackwardParams& p, u32 smem) {
   int number = blockIdx.x;
   if constexpr (kOrderedDq != 0) {
@@ -24,7 +24,7 @@ __device__ __forceinline__ Keys keys_of_cta(const BackwardParams& p, u32 smem) {
   return {at.block, head_of_all - batch * heads, batch, lengths_of(p, batch), at.batch_head - head_of_all * splits};
 }
 
-// -D of each row, to which dP^T is added; zeros with dropout.
+// X = -D of each row, to which dP^T is added; 0 with dropout.
 __device__ __forceinline__ void start_from_delta(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part,
                                                  u32 statistics) {
   statistics += 4 * (kBlockRows + part.half * kHalfRows + thread_column());
@@ -39,14 +39,14 @@ __device__ __forceinline__ void start_from_delta(float (&X)[kKeyTiles][kHalfRows
   }
 }
 
-// Of 16 keys of a warp in a step: which of its rows see them, what dropout keeps, and slopes of scores.
+// For 16 keys of a warp in a step: which rows see them, which entries dropout keeps, and derivatives of scores.
 struct TileWeights {
   VisibleRows visible;
   Kept<kHalfRows> kept;
   float slopes[kHasScoreSlope ? kHalfRows / 2 : 1];
 };
 
-// P^T of 16 keys of a warp in a step, from `first` on: S^T in S becomes P before dropout, P is that after it.
+// P^T of 16 keys of a warp in a step, from `first` on. S^T in S becomes P before dropout; P is after dropout.
 __device__ __forceinline__ void weights_of_tile(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
                                                 const Steps& step, bool masked, u32 statistics, int first,
                                                 float (&S)[kHalfRows / 2], u32 (&P)[kHalfRows / 4], TileWeights& tile) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ void weights_of_tile(const BackwardParams& p, u32 sme
   }
 }
 
-// Adds four sums of a thread to dq_accum, or stores them. `to`: 128 floats of a warp.
+// Adds four sums of a thread to dq_accum, or stores them. `to`: the 128 floats of the warp.
 __device__ __forceinline__ void add_four(float* to, const float* x, bool stores) {
   const int lane = threadIdx.x % 32;
   if constexpr (kDqByFours != 0) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ void add_four(float* to, const float* x, bool stores)
   }
 }
 
-// dQ += dS K of a warp. `statistics`: the index of the step's first row.
+// Adds dS K of a warp to dQ. `statistics`: the index of the step's first row in the statistics.
 __device__ __forceinline__ void add_dq(const BackwardParams& p, const Part& part, long long statistics, bool stores,
                                        u32 ds, u32 keys) {
   const long long row = statistics + part.half * kHalfRows;
@@ -120,7 +120,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const Part& part
 #pragma unroll
     for (int u = 0; u < kDqUnitsAtOnce; ++u) {
       if (!has_dq_unit(part, unit + u)) continue;
-      const int at = (unit + u) * kDqGroups;  // a panel is 4 units, of which the warp has one or every second one
+      const int at = (unit + u) * kDqGroups;  // a panel has 4 units; a warp has one of them, or every second one
       const int panel = at / 4;
       const int eights = min_of(8, kHeadDim / 8 - 8 * panel);
       const int eight = (at % 4 + part.columns) * 2;
@@ -134,7 +134,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const Part& part
   }
 }
 
-// Stores 16 rows of dK or dV, those of a tile of the warp's keys, of which `rows` exist from the thread's on.
+// Stores 16 rows of dK or dV, one tile of the warp's keys. `rows`: how many exist from the thread's row on.
 template <class Type, int dim>
 __device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim)], const Part& part,
                                                typename Type::Memory* out, long long row_stride, int rows, int dims,
@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& p, const K
   finite.report(p.not_finite);
 }
 
-// The same in f32 for reduce.cu, of a split.
+// The same in f32, for the split of a kv head; reduce.cu adds splits.
 template <int dim>
 __device__ __forceinline__ void store_partial(const BackwardParams& p, const Keys& keys, const Part& part,
                                               const float (&G)[kKeyTiles][8 * units_of(dim)], float* partial) {
@@ -201,28 +201,29 @@ __device__ __forceinline__ void store_partial(const BackwardParams& p, const Key
   }
 }
 
-// The thread that passes semaphores on: of another warp than the one that waits for them.
+// The thread that sets semaphores belongs to another warp than the one that waits for them.
 enum : int { kReleases = kThreads - 32 };
 
-// The semaphore of a step's row tile, kOrderedDq: its value is the key block that adds next, which with a map is 1 +
-// the last one that has added.
+// The semaphore of a step's row tile, kOrderedDq. Its value is the key block that adds next; with a map of tiles it is
+// 1 + the last key block that has added.
 __device__ __forceinline__ int* semaphore_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
   return p.dq_semaphore + step.statistics(p, keys) / kBlockRows;
 }
 
-// Its value after a block has added.
+// The value of a semaphore after a block has added.
 __device__ __forceinline__ int turn_after(const BackwardParams& p, const Keys& keys) {
   return keys.block + (blocks_descend(p) ? -1 : 1);
 }
 
-// Whether a block adds first to the rows of a step, and so stores. With a map prepare.cu has cleared them.
+// Whether a block is the first to add to the rows of a step, and so stores. With a map of tiles prepare.cu has cleared
+// them.
 __device__ __forceinline__ bool adds_first(const BackwardParams& p, const Keys& keys, const Steps& step) {
   if (!kOrderedDq || kMapsTiles) return false;
   const KeyTiles blocks = key_tiles_of(band_of(p), keys.n, kScoreTile, step.tile());
   return keys.block == (blocks_descend(p) ? blocks.end - 1 : blocks.begin);
 }
 
-// Its value when it is the turn of a step. A warp asks together.
+// The value of the semaphore when it is the turn of a step. Called by whole warps.
 __device__ __forceinline__ int turn_of(const BackwardParams& p, const Keys& keys, const Steps& step) {
   if constexpr (kMapsTiles)
     return seen_block_before(p, keys.batch, step.head(), step.tile(), keys.block, p.key_blocks.blocks, true);

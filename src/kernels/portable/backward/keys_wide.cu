@@ -1,27 +1,29 @@
-// Attention backward for every GPU since Ampere as in keys.cu, for d or dv above 128, where registers hold dK and dV of
-// 64 keys: half of the warps compute P and dV, the other half dS and dK, so that a warp has 32 keys in each product,
-// and the products of one role overlap the exponentials of the other. Each role copies what it multiplies first, and
-// its warps alone meet where a step begins; P passes from role to role through shared memory.
+// The backward pass of keys.cu for d or dv above 128, where registers can hold dK and dV of 64 keys. Half of the warps
+// compute P and dV, the other half dS and dK (two roles), so that a warp has 32 keys in each product, and the products
+// of one role overlap with the exponentials of the other. Each role copies the operands of its first product, and only
+// its own warps synchronize at the beginning of a step. P passes from one role to the other through shared memory.
 #include "portable/backward/keys.cuh"
 
 enum : int {
-  // Factors of dS pass from role to role as f16, which has more bits than bf16, and the range that 2^p_log2 P needs.
+  // Factors of dS pass to the other role as f16, which has more bits than bf16 and enough range for 2^p_log2 P.
   kHalfFactors = ElementP::kType == kBF16 && !kScoreModSlope,
-  // They are others than P: so, and with the slopes of scores, and of what dropout drops. They wait where dS will be.
+  // The factors are not P: with kHalfFactors, with derivatives of scores, and with dropout. They are stored in the
+  // buffer of dS.
   kPassesFactors = kHalfFactors || kHasScoreSlope || kDropout,
-  // Where a step begins all warps meet, as its buffers may be in use until then.
+  // All warps synchronize at the beginning of a step, because its buffers may be in use until then.
   kMeetsFirst = kStages == 1 || (kPassesFactors && kDsStages == 1),
 };
 static_assert(kRoles == 2);
 
-// Barriers: of all threads for P and for dS, and of the threads of a role.
+// Named barriers: of all threads, before P and dS are read, and of the threads of a role.
 enum : int { kAllMeet, kDsThere, kRoleMeets };
 template <Role role>
 __device__ __forceinline__ void role_meets() {
   named_barrier_sync(kRoleMeets + role, kRoleThreads);
 }
 
-// P^T of a warp in a step, from S^T in S, which becomes the factors of dS: P, before dropout and with slopes of scores.
+// P^T of a warp in a step, from S^T in S, which becomes the factors of dS: P before dropout times the derivatives of
+// scores.
 __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
                                                 const Steps& step, u32 statistics, float (&S)[kKeyTiles][kHalfRows / 2],
                                                 Weights& P) {
@@ -37,7 +39,8 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
   }
 }
 
-// dS^T of a warp in a step, from its factors in S and, but for dropout, dP^T - D in X. Where P is 0 counts as dropped.
+// dS^T of a warp in a step, from its factors in S, and dP^T - D in X (with dropout dP^T). Entries with P = 0 count as
+// dropped.
 __device__ __forceinline__ void gradients_of_step(const BackwardParams& p, const Keys& keys, const Part& part,
                                                   const Steps& step, u32 statistics,
                                                   const float (&S)[kKeyTiles][kHalfRows / 2], const Weights& P,
@@ -66,7 +69,7 @@ __device__ __forceinline__ void gradients_of_step(const BackwardParams& p, const
   }
 }
 
-// Factors of dS on their way from role to role.
+// The type of factors of dS that pass from one role to the other.
 using ElementFactor = ElementType<kHalfFactors ? kF16 : ElementP::kType>;
 
 __device__ __forceinline__ void store_factors(const float (&S)[kKeyTiles][kHalfRows / 2], const Part& part, u32 to) {
@@ -91,7 +94,7 @@ __device__ __forceinline__ void load_factors(float (&S)[kKeyTiles][kHalfRows / 2
 
 extern __shared__ __align__(1024) unsigned char raw[];
 
-// What a role computes of a key block: dV or dK, and a part of what the block adds to dQ.
+// Computes the part of a role in a key block: dV or dK, and a part of dQ.
 template <Role role>
 __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem, const Keys& keys) {
   constexpr bool kP = role == kOfValues, kDs = role == kOfKeys;
@@ -118,7 +121,7 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
   if constexpr (kDs) own_v = key_operands<kValueDim>(part, smem + kLayout.v);
   int stage = 0;
   u32 weights = smem + kLayout.weights;
-  int* added = nullptr;  // the semaphore of the step before
+  int* added = nullptr;  // the semaphore of the previous step
 #pragma unroll 1
   for (Steps step(p, keys); step.more(); step.advance()) {
     async_copy_wait<max_of(kStages - 2, 0)>();
@@ -146,12 +149,12 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
       add_scores<ElementV, kValueDim>(X, part, own_v, dout);
     }
     if constexpr (kOrderedDq != 0) {
-      // Where it was this block's turn already, the additions before were complete then; those that follow the barrier
-      // go to L2, as they did.
+      // If it was the turn of this block already, earlier additions were complete then. Additions after the barrier are
+      // performed in L2, as those were.
       if (threadIdx.x == 0)
         while ((turn & ~kFirstToAdd) != own_turn) turn = load_acquire(semaphore_of(p, keys, step));
     }
-    named_barrier_sync(kAllMeet, kThreads);  // P is there, and nobody needs the step before
+    named_barrier_sync(kAllMeet, kThreads);  // P is stored, and the buffers of the previous step are free
     if constexpr (kOrderedDq != 0) {
       if (threadIdx.x == kReleases && added != nullptr) store_release(added, turn_after(p, keys));
       added = semaphore_of(p, keys, step);
@@ -193,14 +196,14 @@ __device__ __forceinline__ void compute_block(const BackwardParams& p, u32 smem,
     store_gradients<ElementDv, kValueDim>(p, keys, part, dV, p.dv_grad, p.dv, p.dv_scale);
 }
 
-// The key block of this CTA, or all of its kv head.
+// Computes the key block of this CTA, or all key blocks of its kv head.
 template <Role role>
 __device__ __forceinline__ void compute_blocks(const BackwardParams& p, u32 smem, Keys keys) {
   if constexpr (kWholeHeads != 0) {
 #pragma unroll 1
     for (; keys.block < p.key_blocks.blocks; ++keys.block) {
       compute_block<role>(p, smem, keys);
-      async_copy_wait<0>();  // of a block that no row sees, K and V are still on their way
+      async_copy_wait<0>();  // K and V of a block that no row sees may still be in flight
       named_barrier_sync(kAllMeet, kThreads);
     }
   } else {

@@ -1,4 +1,4 @@
-// dK and dV in f32 of the splits of kv heads, kSplits: [b, hk, splits][keys of whole key blocks][dim].
+// Partial dK and dV in f32 of the splits of kv heads, kSplits: [b, hk, splits][keys of whole key blocks][dim].
 #pragma once
 #include "backward/layout.cuh"
 

@@ -1,26 +1,26 @@
-// The five products of a step, by the warps of a CTA: S^T = K Q^T and dP^T = V dO^T, of which a warp has its keys and
-// half of the rows; dV += P^T dO and dK += dS^T Q, of which it has its keys and half of the columns, units of 16 by
-// turns; and dQ = dS K, of which it has half of the rows and every kKeyWarps-th unit of 16 columns. P and dS are
-// fragments of the warp, and tiles in shared memory for the other warps: rows are keys, columns queries.
+// The five products of a step by the warps of a CTA. Of S^T = K Q^T and dP^T = V dO^T a warp computes its keys and half
+// of the rows; of dV += P^T dO and dK += dS^T Q its keys and half of the columns, every second unit of 16; of dQ = dS K
+// half of the rows and every kKeyWarps-th unit of 16 columns. P and dS are fragments in registers, and tiles in shared
+// memory for the other warps, whose rows are keys and whose columns are queries.
 #pragma once
 #include "portable/backward/tile.cuh"
 
-// The warp's keys of a tile of K or V as first operands. With kKeepsKeys they stay in registers, and a step loads a
-// sixth less from shared memory.
+// The warp's keys of a tile of K or V as the first operand of products. With kKeepsKeys they stay in registers, which
+// saves a sixth of the loads from shared memory in a step.
 template <int dim>
 struct KeyOperands {
   u32 tile;
   u32 kept[kKeepsKeys ? dim / 16 : 1][kKeyTiles][4];
 };
 
-// 16 dims from 16 * step on. `at`: where the lane's part of the warp's keys begins.
+// Loads 16 dims from 16 * step on. `at`: the address of the lane's part of the warp's keys.
 __device__ __forceinline__ void load_keys(u32 at, int step, u32 (&a)[kKeyTiles][4]) {
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t)
     load_shared_matrices((at ^ step % 4 * 32) + step / 4 * kKeyPanelBytes + t * 16 * kPanelRowBytes, a[t]);
 }
 
-// Those of the tile at `tile`, which is complete with kKeepsKeys.
+// The keys of the tile at `tile`; with kKeepsKeys its copy must be complete.
 template <int dim>
 __device__ __forceinline__ KeyOperands<dim> key_operands(const Part& part, u32 tile) {
   KeyOperands<dim> keys;
@@ -34,7 +34,7 @@ __device__ __forceinline__ KeyOperands<dim> key_operands(const Part& part, u32 t
   return keys;
 }
 
-// X += A B^T along dims: A are the warp's keys, B its rows of the tile at `rows`.
+// X += A B^T, summed over dims: A are the warp's keys, B its rows of the tile at `rows`.
 template <class Type, int dim>
 __device__ __forceinline__ void add_scores(float (&X)[kKeyTiles][kHalfRows / 2], const Part& part,
                                            const KeyOperands<dim>& keys, u32 rows) {
@@ -65,20 +65,20 @@ __device__ __forceinline__ void add_scores(float (&X)[kKeyTiles][kHalfRows / 2],
   }
 }
 
-// Units of 16 columns of dK or dV that a warp has, at most.
+// Maximum of units of 16 columns of dK or dV of a warp.
 __device__ constexpr int units_of(int dim) { return (dim / 16 + 1) / 2; }
 
 using Weights = u32[kKeyTiles][kHalfRows / 4];  // P^T or dS^T of a warp, in pairs
 
-// Where the tile of dS lies. With 32 rows it has the second half of each row of 128 bytes, P the first, before they are
-// swizzled.
+// The address of the tile of dS. With 32 rows it is the second half of each row of 128 bytes (before the swizzle), of
+// which P is the first.
 __device__ __forceinline__ u32 ds_of(u32 p_tile) { return p_tile + (kBlockRows == 64 ? kKeyPanelBytes : 64); }
 __device__ __forceinline__ u32 weights_at(u32 tile, u32 key, u32 chunk) {
   if (kBlockRows == 64) return tile + swizzled(key, chunk);
   return (tile & ~64u) + swizzled(key, chunk + tile % 128 / 16);
 }
 
-// Stores those of a warp to the tile at `to`.
+// Stores P^T or dS^T of a warp to the tile at `to`.
 __device__ __forceinline__ void store_weights(const Weights& W, const Part& part, u32 to) {
   const u32 lane = lane_of_warp();
   const int chunk = part.half * kHalfRows / 8;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_weights(const Weights& W, const Part& part
     }
 }
 
-// Loads what store_weights has stored of a warp.
+// Loads what the warp has stored by store_weights.
 __device__ __forceinline__ void load_weights(Weights& W, const Part& part, u32 from) {
   const u32 lane = lane_of_warp();
   from = weights_at(from, part.key + lane % 16, lane / 16) ^ part.half * kHalfRows * 2;
@@ -113,8 +113,8 @@ __device__ __forceinline__ void load_weights(Weights& W, const Part& part, u32 f
       load_shared_matrices((from ^ i / 2 << 4) + t * 16 * kPanelRowBytes, W[t] + i);
 }
 
-// G += W^T X: W are the warp's keys and all rows, half of them its own and half in the tile at `weights`; X is the tile
-// at `rows`.
+// G += W^T X: W has the warp's keys and all rows, half of these in registers and half in the tile at `weights`; X is
+// the tile at `rows`.
 template <class Type, int dim>
 __device__ __forceinline__ void add_gradient(float (&G)[kKeyTiles][8 * units_of(dim)], const Part& part,
                                              const Weights& own, u32 weights, u32 rows) {
@@ -152,7 +152,7 @@ __device__ __forceinline__ void add_gradient(float (&G)[kKeyTiles][8 * units_of(
   }
 }
 
-// Units of dQ that a warp has, at most, and how many of them it computes at once.
+// Maximum of units of dQ of a warp, and how many of them it computes together.
 enum : int { kDqUnits = (kHeadDim / 16 + kDqGroups - 1) / kDqGroups, kDqUnitsAtOnce = kDqUnits < 2 ? kDqUnits : 2 };
 
 __device__ __forceinline__ bool has_dq_unit(const Part& part, int unit) {
@@ -160,7 +160,7 @@ __device__ __forceinline__ bool has_dq_unit(const Part& part, int unit) {
   return kHeadDim / 16 % kDqGroups == 0 || unit * kDqGroups + part.columns < kHeadDim / 16;
 }
 
-// dQ of units [unit, unit + kDqUnitsAtOnce): dS is the tile at `ds`, K that at `keys`.
+// dQ of units [unit, unit + kDqUnitsAtOnce), from the tile of dS at `ds` and that of K at `keys`.
 __device__ __forceinline__ void compute_dq(float (&dQ)[kRowTiles][8 * kDqUnitsAtOnce], const Part& part, int unit,
                                            u32 ds, u32 keys) {
   const u32 lane = lane_of_warp();

@@ -1,4 +1,4 @@
-// dK and dV of kv heads that have several splits: adds their partial gradients in the order of the splits, scales,
+// Computes dK and dV of kv heads that have several splits: adds the partial gradients in the order of splits, scales,
 // rounds and stores the sums.
 #include "attention/fragment_store.cuh"
 #include "device/schedule.cuh"
@@ -6,12 +6,12 @@
 
 enum : int {
   kReduceThreads = 256,
-  kColumns = 8,  // of a thread
+  kColumns = 8,  // per thread
   kOfK = kHeadDim / kColumns,
   kOfBoth = kOfK + kValueDim / kColumns,
 };
 
-// Columns from `column` on of a gradient `to` with `columns` columns, at a key.
+// Reduces columns from `column` on of a key, to a gradient `to` with `columns` columns.
 template <class Type, int dim>
 __device__ __forceinline__ void reduce(const BackwardParams& p, int batch, int head, int key, int column,
                                        float* partial, const StridedTensor& to, int columns, float scale) {

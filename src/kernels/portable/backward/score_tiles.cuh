@@ -1,6 +1,5 @@
-// Score tiles of 64 queries and 64 keys that kernels compute again for gradients of what is added to scores: S and dP
-// in fragments of four warps, of which each has 16 queries. Q and K, then dO and V, take turns in the same shared
-// memory.
+// Recomputes score tiles of 64 queries x 64 keys for the gradients of a bias and of tensors of score_mod: S and dP in
+// fragments of four warps with 16 queries each. Q and K, then dO and V, are loaded to the same shared memory.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "backward/bias_sums.cuh"
@@ -11,7 +10,7 @@ __device__ constexpr PortableBiasLayout kLayout = portable_bias_layout(kOperands
 enum : int { kThreads = 128, kPanelBytes = kPortableBiasTile * kPanelRowBytes };
 static_assert(kBlockRows == kPortableBiasTile && kBlockKeys == kPortableBiasTile);
 
-// Copies rows [row, row + 64) of a head, of which `count` exist: the others become zeros.
+// Copies rows [row, row + 64) of a head, of which `count` exist; the others become 0.
 template <class Type, int columns>
 __device__ __forceinline__ void start_rows(u32 to, const StridedTensor& t, int dim, int batch, int start, int head,
                                            int row, int count) {
@@ -20,7 +19,7 @@ __device__ __forceinline__ void start_rows(u32 to, const StridedTensor& t, int d
       to, t.data, dim, [&](int i) { return row + i < count ? from + i * t.row : nullptr; });
 }
 
-// X = A B^T of the warp's 16 rows.
+// X = A B^T for the warp's 16 rows.
 template <class Type, int dim>
 __device__ __forceinline__ void multiply(float (&X)[kBlockKeys / 2], u32 a_tile, u32 b_tile) {
   const u32 lane = lane_of_warp();
@@ -42,7 +41,7 @@ __device__ __forceinline__ void multiply(float (&X)[kBlockKeys / 2], u32 a_tile,
   }
 }
 
-// Adds dS of a tile to the sums, and leaves its products of Q and K in X.
+// Adds dS of a tile to the sums. Returns the products of Q and K in X.
 __device__ __forceinline__ void add_score_tile(const BackwardParams& p, u32 smem, float (&sums)[kBlockKeys / 2],
                                                float (&X)[kBlockKeys / 2], int batch, int head, int row, int first_key,
                                                const Lengths& n) {

@@ -1,4 +1,4 @@
-// What a CTA of the portable backward kernel has: its warps, its shared memory, and its steps.
+// The division of work in a CTA of the portable backward kernels: its warps, its shared memory and its steps.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "attention/mask.cuh"
@@ -10,35 +10,35 @@
 __device__ constexpr PortableBackwardLayout kLayout = portable_backward_layout(
     {kOperands, kHeadDim, kValueDim, kBlockRows, kBlockKeys, kStages, kDsStages});
 
-// What a warp computes in a step: all of it (keys.cu), P and dV, or dS and dK (keys_wide.cu).
+// What a warp computes in a step: everything (keys.cu), or P and dV, or dS and dK (keys_wide.cu).
 enum Role : int { kOfBoth, kOfValues, kOfKeys };
 
 enum : int {
   kThreads = 32 * kWarps,
   kRoleThreads = kThreads / kRoles,
-  kKeyWarps = kWarps / kRoles / 2,       // of a role, which share the keys
-  kDqGroups = kWarps / 2,                // of columns of dQ
+  kKeyWarps = kWarps / kRoles / 2,       // of a role, each with its own keys
+  kDqGroups = kWarps / 2,                // groups of columns of dQ
   kWarpKeys = kBlockKeys / kKeyWarps,
-  kKeyTiles = kWarpKeys / 16,            // of 16 keys, of a warp
-  kHalfRows = kBlockRows / 2,            // rows of a step of which a warp computes P or dS, and dQ
-  kRowTiles = kHalfRows / 16,            // of 16 rows
+  kKeyTiles = kWarpKeys / 16,            // tiles of 16 keys per warp
+  kHalfRows = kBlockRows / 2,            // rows of a step for which a warp computes P or dS, and dQ
+  kRowTiles = kHalfRows / 16,            // tiles of 16 of these rows
   kKeyPanelBytes = kBlockKeys * kPanelRowBytes,
   kRowPanelBytes = kBlockRows * kPanelRowBytes,
-  // K and V of a warp stay in registers.
+  // The warp's keys of K and V stay in registers.
   kKeepsKeys = kRoles == 1 && kStages == 3 && kHeadDim <= 64 && kValueDim <= 64,
-  // CTAs may take the key blocks of a head from the last one on.
+  // The key blocks of a head may be in descending order.
   kMayDescend = kRoles == 2 && kOrderedDq && kHasRight && !kMapsTiles,
 };
 
-// Whether CTAs take the key blocks of a head from the last one on.
+// Whether the key blocks of a head are in descending order.
 __device__ __forceinline__ bool blocks_descend(const BackwardParams& p) {
   return kMayDescend && p.key_blocks.order == kDescending;
 }
 
-// The part of a warp: keys [key, key + kWarpKeys) of the block, half of the rows and half of the columns of dK and dV.
+// The part of a warp: keys [key, key + kWarpKeys) of the block, half of the rows, and half of the columns of dK and dV.
 struct Part {
   int key, half;
-  int columns;  // of dQ: one of kDqGroups interleaved groups
+  int columns;  // of dQ: the number of one of kDqGroups interleaved groups
 };
 __device__ __forceinline__ Part part_of_warp() {
   const int warp = uniform(threadIdx.x / 32);
@@ -46,7 +46,7 @@ __device__ __forceinline__ Part part_of_warp() {
   return {pair * kWarpKeys, warp % 2, warp / 2};
 }
 
-// A key block with the sequence and the kv head that it belongs to, and which split of its q heads, kSplits.
+// A key block with its sequence and kv head and, with kSplits, the split of its q heads.
 struct Keys {
   int block, head, batch;
   Lengths n;
@@ -54,10 +54,11 @@ struct Keys {
   __device__ __forceinline__ int first() const { return block * kBlockKeys; }
 };
 
-// The steps of a key block: for each row tile that sees some of its keys, all q heads of the split. With a right bound
-// row tiles are taken from the last one on, as all key blocks of a head see that one: so CTAs that run at the same time
-// touch the same rows, and, with kOrderedDq, each follows the one before it. Where key blocks descend, each begins at
-// its diagonal: when it comes to the next row tile, the block before it, which began there, has added to that.
+// The steps of a key block: all q heads of the split for each row tile that sees some of its keys. With a right bound
+// row tiles are in descending order, because all key blocks of a head see the last one: CTAs that run at the same time
+// read the same rows and, with kOrderedDq, each adds right after the previous one. If key blocks are in descending
+// order, each begins at its diagonal: when it reaches the next row tile, the previous block, which began there, has
+// added to it.
 class AllSteps {
  public:
   __device__ __forceinline__ AllSteps(const BackwardParams& p, const Keys& keys)
@@ -75,7 +76,7 @@ class AllSteps {
     tile_ += down_ ? -1 : 1;
   }
   __device__ __forceinline__ int tile() const { return tile_; }
-  __device__ __forceinline__ int head() const { return head_ + g_; }  // of q
+  __device__ __forceinline__ int head() const { return head_ + g_; }  // the q head
   __device__ __forceinline__ bool mask_hides() const { return false; }
 
  private:
@@ -84,13 +85,13 @@ class AllSteps {
   bool down_;
 };
 
-// Those that the map shows.
+// The steps of a key block that the map of tiles shows.
 template <class Params>
 class StepsOfMap : public SeenSteps<Params> {
   using Seen = SeenSteps<Params>;
-  // With kOrderedDq key blocks add to dQ in ascending order: where two documents share a row tile, those of the earlier
-  // one begin with it, and those of the later one end with it. Without dQ the order is the same, for equal sums of dK
-  // and dV.
+  // With kOrderedDq key blocks add to dQ in ascending order: if a row tile belongs to two documents, blocks of the
+  // earlier one begin with it, and those of the later one end with it. Without dQ the order is the same, so that sums
+  // of dK and dV are equal.
   static constexpr bool kDown = kHasRight || kOrderedDq || !kComputesDq;
 
  public:
@@ -101,7 +102,7 @@ class StepsOfMap : public SeenSteps<Params> {
   __device__ __forceinline__ bool mask_hides() const { return Seen::is_partial(); }
 
  private:
-  // Of the q heads of the split.
+  // The number of q heads of the split.
   static __device__ __forceinline__ int heads(const Params& p) { return kSplits ? p.split_heads : p.group; }
   static __device__ __forceinline__ int first_head(const Params& p, const Keys& keys) {
     return keys.head * p.group + (kSplits ? keys.split * heads(p) : 0);
@@ -126,19 +127,19 @@ class Steps : public StepsIf<kMapsTiles != 0, BackwardParams>::Type {
   using Base = StepsIf<kMapsTiles != 0, BackwardParams>::Type;
   using Base::Base;
   __device__ __forceinline__ int row() const { return Base::tile() * kBlockRows; }
-  // Whether some row does not see some key of a block.
+  // Whether some row of the step does not see some key of the block.
   __device__ __forceinline__ bool is_masked(const BackwardParams& p, const Keys& keys) const {
     const KeyRange seen = keys_seen_by_all(band_of(p), keys.n, row(), min(row() + kBlockRows, keys.n.sq) - 1);
     return Base::mask_hides() || fulgur::kernels::is_partial(seen, keys.first(), keys.first() + kBlockKeys);
   }
-  // The index of the statistics of the first row.
+  // The index of the first row in the statistics.
   __device__ __forceinline__ long long statistics(const BackwardParams& p, const Keys& keys) const {
     return Base::head() * (long long)(p.statistics_rows) + statistics_row(keys.n, kPacked, keys.batch, p.sq) + row();
   }
 };
 
-// Starts copies of rows [row, row + rows) of a head by the threads of a role, of which `count` exist: the others become
-// zeros, as they would meet P = 0 or dS = 0, and 0 * NaN is NaN.
+// Starts copies of rows [row, row + rows) of a head by the threads of a role. `count` rows exist; the others become 0,
+// since they are multiplied with P = 0 or dS = 0, and 0 * NaN is NaN.
 template <class Type, int rows, int columns>
 __device__ __forceinline__ void start_rows(u32 to, const StridedTensor& t, int dim, int batch, int start, int head,
                                            int row, int count) {
@@ -153,14 +154,14 @@ __device__ __forceinline__ void start_rows(u32 to, const StridedTensor& t, int d
   }
 }
 
-// What a role multiplies first, on its way to buffers, one step after the other: Q and LSE, dO and D, or all.
+// The copies of the operands that a role multiplies first, step by step: Q and LSE, dO and D, or all of these.
 template <Role role>
 class StepLoader {
  public:
   __device__ __forceinline__ StepLoader(const BackwardParams& p, u32 smem, const Keys& keys)
       : p_(p), smem_(smem), keys_(keys), steps_(p, keys) {}
 
-  // The next step, if there is one.
+  // Starts the copies of the next step, if there is one.
   __device__ __forceinline__ void start() {
     if (steps_.more()) {
       const u32 to = smem_ + kLayout.stages + stage_ * kLayout.stage_bytes;
@@ -182,7 +183,7 @@ class StepLoader {
 
  private:
   __device__ __forceinline__ void start_statistics() {
-    constexpr int kQuarter = kBlockRows / 4;  // threads for LSE, and for D
+    constexpr int kQuarter = kBlockRows / 4;  // threads that copy LSE, and as many D
     const u32 to = smem_ + kLayout.statistics + stage_ * 8 * kBlockRows;
     if constexpr (role == kOfBoth) {
       const int i = threadIdx.x;

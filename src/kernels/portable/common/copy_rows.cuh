@@ -1,13 +1,13 @@
-// Rows of a tensor on their way to panels in shared memory by cp.async.
+// Copies of rows of a tensor to panels in shared memory by cp.async.
 #pragma once
 #include "kernel_config.h"
 #include "device/cp_async.cuh"
 #include "device/mma_sync.cuh"
 #include "device/operands.cuh"
 
-// Starts the copies of the part of `thread`, of `threads`, of a tile of `rows` rows to the panels at `to`: eight
-// threads copy 128 bytes of a row. `row_at(i)` is where row i begins in memory, null where there is none: it becomes
-// zeros, and so do columns from `dim` on. `whole`: all rows are there.
+// Starts the copies of thread `thread` of `threads` for a tile of `rows` rows, to the panels at `to`: eight threads
+// copy 128 bytes of a row. `row_at(i)` returns the address of row i, or null if it does not exist: then it becomes 0,
+// as columns from `dim` on do. `whole`: all rows exist.
 template <class Type, int threads, int rows, int columns, bool whole, class RowAt>
 __device__ __forceinline__ void copy_rows(u32 to, const void* any, int dim, const RowAt& row_at,
                                           u32 thread = threadIdx.x) {

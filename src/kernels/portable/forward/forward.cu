@@ -1,9 +1,9 @@
 // Attention forward for every GPU since Ampere: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation, by
 // mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 1).
 //
-// A CTA has a q tile: Br = 64 * kStrips rows of Q of one head, in strips of 64, whose keys it walks from right to left
-// in tiles of Bc. A warp owns 16 rows of each of its strips, S, P and O of which never leave its registers; K and V
-// pass through shared memory, for all warps. docs/kernels/portable.md derives the tiles.
+// A CTA computes a q tile: Br = 64 * kStrips rows of Q of one head, in strips of 64. It iterates over their keys from
+// right to left in tiles of Bc. A warp has 16 rows of each of its strips, whose S, P and O never leave its registers; K
+// and V are loaded to shared memory for all warps. docs/kernels/portable.md derives the tiles.
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/seen_tiles.cuh"
@@ -12,9 +12,9 @@
 
 // A strip of a q tile.
 struct QStrip {
-  int row;         // its first; n.sq: there is none
-  KeyTiles tiles;  // of which its rows see something
-  KeyTiles full;   // of which all of its rows see everything
+  int row;         // the first one; n.sq if the strip is empty
+  KeyTiles tiles;  // of which some row sees some key
+  KeyTiles full;   // of which all rows see all keys
 };
 
 __device__ __forceinline__ QStrip strip_at(const PortableForwardParams& p, const Lengths& n, int row) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ QStrip strip_at(const PortableForwardParams& p, const
           full_tiles_of_strip(p, n, row)};
 }
 
-// The walk over the key tiles of a q tile from right to left: all of them, or those that the map shows.
+// Iterates over the key tiles of a q tile from right to left: over all of them, or over those that the map shows.
 template <bool maps>
 struct TileWalk : KeyWalk {
   __device__ __forceinline__ TileWalk(const PortableForwardParams&, const QTile&, const KeyTiles& tiles)
@@ -38,12 +38,12 @@ struct TileWalk<true> : SeenTiles<> {
   __device__ __forceinline__ bool mask_hides() const { return is_partial(); }
 };
 
-// Scores of the products of a strip with a key tile: softcap, ALiBi, bias, and -inf where the mask hides a key.
+// Makes scores of the products of a strip and a key tile: softcap, ALiBi, bias, and -inf where the mask hides a key.
 __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, float (&S)[kBlockKeys / 2],
                                               const ScoreHead& head, const QStrip& strip, const Lengths& n, int batch,
                                               int tile, bool masked) {
   const int key = tile * kBlockKeys + int(thread_column());
-  // The compiler would divide ahead of the loop, and keep what comes of it where registers are full.
+  // Otherwise the compiler divides before the loop and keeps the quotient in a register, though none is free.
   int first_row = strip.row;
   if constexpr (kHasChunk) {
     u32 now[1] = {u32(first_row)};
@@ -55,7 +55,8 @@ __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, fl
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) {
     const ScoreContext entry = at.moved(i & 2 ? 8 : 0, i / 4 * 8 + (i & 1));
-    // Rows after the end of a sequence get the bias of its last one: the lazy rescale votes over the rows of a warp.
+    // Rows after the end of a sequence have the bias of its last row, because the lazy rescale is decided by all rows
+    // of a warp.
     S[i] = score<!kMapsTiles>(p, entry, S[i], bias_up_to(p, entry, n.sq - 1));
   }
   if (!masked) return;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void adjust_scores(const PortableForwardParams& p, fl
   hide_keys<true>(S, visible, key);
 }
 
-// O = O / sum, LSE = max + log(sum). `touched`: the key tiles that the products of the strip touched.
+// O = O / sum, LSE = max + log(sum). `touched`: the key tiles whose products the strip has computed.
 __device__ __forceinline__ void finish(const PortableForwardParams& p, const Place& place, const Lengths& n,
                                        const KeyTiles& touched, Rows& rows, const float (&O)[kValueDim / 2]) {
   const int row = place.row + int(warp_row());
@@ -137,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
       masked[s] = walk.mask_hides() || tile < full.begin || tile >= full.end;
     }
     walk.next();
-    // With one strip a warp may see nothing of a tile that others see.
+    // With one strip per warp, a warp may see no key of a tile that other warps see.
     const bool sees = kWarpStrips > 1 || !kHidesKeys || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);
     float S[kWarpStrips][kBlockKeys / 2];
     u32 P[kWarpStrips][kBlockKeys / 4];
@@ -158,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     }
   }
 
-  if constexpr (kAllSteps != 0) {  // which rows these are is found anew, as the loop has no registers for it
+  if constexpr (kAllSteps != 0) {  // rows are computed again, because the loop has no registers to keep them
     u32 cta[1] = {blockIdx.x};
     register_fence(cta);
     const QTile done = q_tile_of(p.work, p.hq, /*splits=*/false, band_of(p), int(cta[0]));

@@ -1,11 +1,11 @@
-// Sizes and the map of shared memory of the portable forward kernel.
+// Sizes and the layout of shared memory of the portable forward kernel.
 #pragma once
 #include "host_device/element.h"
 #include "host_device/strips.h"
 
 namespace fulgur::kernels {
 
-// What the map depends on: constants of kernel_config.h.
+// The constants of kernel_config.h that the layout depends on.
 struct PortableForwardTile {
   Operands types;
   int head_dim, value_dim, strips, block_keys, stages;
@@ -14,10 +14,10 @@ struct PortableForwardTile {
 
 // Bytes of buffers, and byte offsets. Tiles are panels of rows of 128 bytes, swizzled.
 struct PortableForwardLayout {
-  int strip_bytes;  // Q of a strip
+  int strip_bytes;  // of Q of a strip
   int k_bytes, v_bytes;
   int q;
-  int stages, stage_bytes;  // where they begin: K and V after each other
+  int stages, stage_bytes;  // stages of K and V: the first offset, and bytes of each
   int dropout_key;
   int bytes;
 };
@@ -30,7 +30,7 @@ FULGUR_SHARED PortableForwardLayout portable_forward_layout(const PortableForwar
   map.stage_bytes = map.k_bytes + map.v_bytes;
   const int q_bytes = tile.strips * map.strip_bytes;
   const int all_stages = tile.stages * map.stage_bytes;
-  if (tile.q_in_registers) {  // while K and V come to the first stage, Q passes through the last one
+  if (tile.q_in_registers) {  // Q is loaded by way of the last stage, during the loads of the first K and V
     map.q = all_stages - map.stage_bytes;
     map.dropout_key = max_of(all_stages, map.q + q_bytes);
   } else {

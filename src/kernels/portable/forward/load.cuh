@@ -1,4 +1,4 @@
-// Tiles of Q, K and V on their way into shared memory by cp.async.
+// Copies of tiles of Q, K and V to shared memory by cp.async.
 #pragma once
 #include "attention/pages.cuh"
 #include "portable/common/copy_rows.cuh"
@@ -10,13 +10,13 @@ __device__ constexpr PortableForwardLayout kLayout = portable_forward_layout(
 
 enum : int {
   kThreads = 128 * kStrips / kWarpStrips,
-  kStripPanelBytes = kStripRows * kPanelRowBytes,  // of Q
+  kStripPanelBytes = kStripRows * kPanelRowBytes,  // of a strip of Q
   kPanelBytes = kBlockKeys * kPanelRowBytes,       // of K and V
 };
 
-// Q of the strips of a q tile; strip_row(i) is where strip i begins. Rows after the end of the sequence become zeros:
-// the lazy rescale votes over the rows of a warp, so that the bits of a row depend on the others, and zeros depend on
-// nothing but where the sequence ends.
+// Copies Q of the strips of a q tile; strip_row(i) is the first row of strip i. Rows after the end of the sequence
+// become 0: the lazy rescale is decided by all rows of a warp, so that the bits of a row depend on the others, which
+// must depend on nothing but the length of the sequence.
 template <class StripRow>
 __device__ __forceinline__ void start_q(const PortableForwardParams& p, u32 smem, const QTile& tile, const Lengths& n,
                                         const StripRow& strip_row) {
@@ -30,9 +30,9 @@ __device__ __forceinline__ void start_q(const PortableForwardParams& p, u32 smem
   async_copy_commit();
 }
 
-// K and V of the key tiles of a q tile, from right to left, in kStages buffers. With two, the next K and V are on their
-// way while this tile is computed, and a tile takes one barrier. With one, V of a tile is on its way during S = Q K^T,
-// and the next K during the rest, which takes two.
+// Copies K and V of the key tiles of a q tile, from right to left, to kStages buffers. With two buffers the next K and
+// V are copied while this tile is computed, which needs one barrier per tile. With one buffer V of a tile is copied
+// during S = Q K^T, and the next K during the rest, which needs two barriers.
 class KeyValueTiles {
  public:
   template <class Walk>
@@ -46,7 +46,8 @@ class KeyValueTiles {
     async_copy_commit();
   }
 
-  // K of a tile, once it is there for all warps, which are done with the tile before. `next`: the walk after it.
+  // Waits until K of a tile is loaded and all warps have computed the previous tile. Returns its address. `next`: the
+  // iterator after this tile.
   template <class Walk>
   __device__ __forceinline__ u32 keys(int tile, const Walk& next) {
     async_copy_wait<0>();
@@ -67,7 +68,7 @@ class KeyValueTiles {
     return here;
   }
 
-  // V of the same tile, whose K lies at `k`; all warps are done with that.
+  // Waits until V of the same tile is loaded and all warps have read its K at `k`. Returns its address.
   template <class Walk>
   __device__ __forceinline__ u32 values(u32 k, const Walk& next) {
     if (kStages == 1) {
@@ -89,7 +90,7 @@ class KeyValueTiles {
     start<ElementV, kValueDim>(p_.v, p_.dv, tile * kBlockKeys, to + kLayout.k_bytes);
   }
 
-  // Keys after the end become zeros: they would meet P = 0, and 0 * NaN is NaN.
+  // Keys after the end become 0: they are multiplied with P = 0, and 0 * NaN is NaN.
   template <class Type, int columns>
   __device__ __forceinline__ void start(const StridedTensor& t, int dim, int key, u32 to) const {
     using Memory = typename Type::Memory;

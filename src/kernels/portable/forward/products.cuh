@@ -1,28 +1,28 @@
 // The two products of a key tile, S = Q K^T and O += P V, by the warps of a CTA. A warp has 16 rows of each of its
-// kWarpStrips strips, and multiplies all of them with what it loads of K and V.
+// kWarpStrips strips, and multiplies all of them with each fragment of K and V that it loads.
 #pragma once
 #include "attention/fragment.cuh"
 #include "portable/forward/load.cuh"
 
-// Steps of 16 columns of Q that registers keep: all of them, or the first kQKept while all lie in shared memory.
+// Steps of 16 columns of Q in registers: all of them, or the first kQKept, of which shared memory has all.
 enum : int { kKeptSteps = kQInRegisters ? kHeadDim / 16 : kQKept };
 
-// The Q of a warp: in shared memory, or in registers.
+// Q of a warp, in shared memory or in registers.
 class Queries {
  public:
-  // `strip`: the first of the warp's in the CTA.
+  // `strip`: the first strip of the warp in the CTA.
   __device__ __forceinline__ Queries(u32 smem, int strip) {
     const u32 lane = threadIdx.x % 32;
     address_ = smem + kLayout.q + strip * kLayout.strip_bytes + swizzled(warp_row() + lane % 16, lane / 16);
   }
-  // Once Q is there, for all warps.
+  // Loads registers, after Q is complete in shared memory.
   __device__ __forceinline__ void load() {
 #pragma unroll
     for (int strip = 0; strip < kWarpStrips; ++strip)
 #pragma unroll
       for (int step = 0; step < kKeptSteps; ++step) load_shared_matrices(place(strip, step), kept_[strip][step]);
   }
-  // 16 columns of the rows of a strip. `kept`: of the first kKeptSteps.
+  // 16 columns of the rows of a strip. `kept`: step < kKeptSteps.
   template <bool kept>
   __device__ __forceinline__ void get(int strip, int step, u32 (&a)[4]) const {
     if constexpr (kept) {
@@ -42,7 +42,7 @@ class Queries {
   u32 kept_[kWarpStrips][max_of(kKeptSteps, 1)][4];
 };
 
-// S += Q K^T of 16 columns. `address`: where the lane's part of K begins.
+// S += Q K^T for 16 columns. `address`: of the lane's part of K.
 template <bool kept>
 __device__ __forceinline__ void multiply_step(float (&S)[kWarpStrips][kBlockKeys / 2], const Queries& q, u32 address,
                                               int step) {
@@ -61,15 +61,15 @@ __device__ __forceinline__ void multiply_step(float (&S)[kWarpStrips][kBlockKeys
   }
 }
 
-// Of steps with Q in shared memory the compiler orders four at a time, as it keeps the addresses of more in registers.
-// Tiles of more than 32 keys have those for all of them, but where something else takes some.
+// Steps with Q in shared memory are unrolled by four, because the compiler keeps the addresses of all unrolled steps in
+// registers. Tiles of more than 32 keys have registers for all steps, unless other options need them.
 enum : int {
   kAllSteps = kWarpStrips == 2 && !kQInRegisters && kBlockKeys > 32 && !kPacked && !kPage && !kBatchIdx && !kLeftPad &&
               !kTree,
   kStepsAtOnce = kAllSteps || kQKept > 0 ? 16 : 4,
 };
 
-// S = Q K^T of the tile at `k`.
+// S = Q K^T for the tile at `k`.
 __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKeys / 2], const Queries& q, u32 k) {
   const u32 lane = threadIdx.x % 32;
   const u32 address = k + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
@@ -83,7 +83,7 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKe
   for (int step = kKeptSteps; step < kHeadDim / 16; ++step) multiply_step<false>(S, q, address, step);
 }
 
-// O += P V of the tile at `v`.
+// O += P V for the tile at `v`.
 __device__ __forceinline__ void multiply_values(float (&O)[kWarpStrips][kValueDim / 2],
                                                 const u32 (&P)[kWarpStrips][kBlockKeys / 4], u32 v) {
   const u32 lane = threadIdx.x % 32;

@@ -1,9 +1,9 @@
 // The gradient of a dense bias: dbias = dS, with P = exp(S - LSE) and dS = P o (dO V^T - D) computed again, and summed
 // where scores share an element of the bias. prepare.cu has computed LSE and D of each row.
 //
-// A CTA takes tiles of dbias, of 128 queries and 64 keys, whose sums stay in registers: two consumer warpgroups have 64
-// queries each, and one producer warp loads Q and dO, and K, V and the bias, by TMA. Each element is summed in an order
-// that only the sizes decide, so that the same inputs give the same bits.
+// A CTA computes tiles of dbias of 128 queries x 64 keys, whose sums stay in registers: two consumer warpgroups have 64
+// queries each, and one producer warp loads Q, dO, K, V and the bias by TMA. The order of each sum depends only on
+// sizes, so that the same inputs give the same bits.
 #include "attention/bias_tile.cuh"
 #include "backward/bias_sums.cuh"
 #include "sm90/common/load_rows.cuh"
@@ -27,7 +27,7 @@ using KeyBuffers = Buffers<kSums.k, kSums.key_bytes, kSums.keys_full, kSums.keys
 struct LoadedRows {
   int batch = -1, head = -1, row = -1;
 
-  // Whether others are wanted, which are there from then on.
+  // Sets the rows that are loaded next. Returns whether they differ from the current ones.
   __device__ __forceinline__ bool change(int b, int h, int r) {
     const bool others = b != batch || h != head || r != row;
     batch = b;
@@ -41,10 +41,10 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   RowBuffer rows(smem, 1);
   KeyBuffers keys(smem, 1);
   LoadedRows here;
-  for (Walk walk(p); walk.more();) {
+  for (TileIterator it(p); it.more();) {
 #pragma unroll 1
-    for (; walk.key_tile < walk.key_end; ++walk.key_tile) {
-      walk.for_each_score_tile([&](int batch, int head, int row, const Lengths& n) {
+    for (; it.key_tile < it.key_end; ++it.key_tile) {
+      it.for_each_score_tile([&](int batch, int head, int row, const Lengths& n) {
         if (here.change(batch, head, row)) {
           rows.wait_empty();
           if (elect_one()) {
@@ -62,7 +62,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
         }
         keys.wait_empty();
         if (elect_one()) {
-          const int key = walk.key_tile * kBlockKeys;
+          const int key = it.key_tile * kBlockKeys;
           mbarrier_arrive_expect(keys.full(), (kSums.k_panels + kSums.v_panels) * kKeyPanelBytes +
                                                   kBiasTiles * kBiasPanels * kPanelRowBytes * (kBiasRows ? kStrip : 1));
           const auto load = [&](u32 to, const void* map, int panels, int columns) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   }
 }
 
-// X = A B^T of a strip: rows of 64 in a tile of kBlockRows, and keys, along dims.
+// X = A B^T for a strip of 64 rows in a tile of kBlockRows, and keys, summed over dims.
 template <class Type, int dim>
 __device__ __forceinline__ void issue_product(float (&X)[kBlockKeys / 2], u32 a, u32 b) {
 #pragma unroll
@@ -112,11 +112,11 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   KeyBuffers keys(smem, 0);
   LoadedRows here;
   bool filled = false;
-  for (Walk walk(p); walk.more();) {
+  for (TileIterator it(p); it.more();) {
     float sums[kBlockKeys / 2] = {};
 #pragma unroll 1
-    for (; walk.key_tile < walk.key_end; ++walk.key_tile) {
-      walk.for_each_score_tile([&](int batch, int head, int row, const Lengths& n) {
+    for (; it.key_tile < it.key_end; ++it.key_tile) {
+      it.for_each_score_tile([&](int batch, int head, int row, const Lengths& n) {
         if (here.change(batch, head, row)) {
           if (filled) rows.release(leader);
           rows.wait_full();
@@ -134,19 +134,19 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         Kept<kBlockKeys> kept;
         if (kDropout)
           kept = kept_scores<kBlockKeys>(p, smem + kSums.dropout_key, dropout_head(p, batch, head), row + warp_row(),
-                                         walk.key_tile * kBlockKeys);
+                                         it.key_tile * kBlockKeys);
         wgmma_wait<0>();
         register_fence(X);
         register_fence(Y);
         const u32 bias = keys.address() + kSums.bias + consumer() * kSums.strip_bias_bytes;
-        add_gradients(p, sums, X, Y, batch, head, row, walk.key_tile * kBlockKeys, n, kept,
+        add_gradients(p, sums, X, Y, batch, head, row, it.key_tile * kBlockKeys, n, kept,
                       [=](const ScoreContext&, int column, float(&of_keys)[8]) {
                         load_bias_of_strip(bias, column, of_keys);
                       });
         keys.release_loaded(leader);
       });
-      if (!p.bias_sums.of_keys && walk.key_tile + 1 < walk.key_end) continue;  // one sum for all key tiles
-      store_sums<4 * kConsumers>(p, walk, walk.key_tile, sums, smem + kSums.scratch, Consumers{});
+      if (!p.bias_sums.of_keys && it.key_tile + 1 < it.key_end) continue;  // the next key tile adds to the same sum
+      store_sums<4 * kConsumers>(p, it, it.key_tile, sums, smem + kSums.scratch, Consumers{});
 #pragma unroll
       for (int i = 0; i < kBlockKeys / 2; ++i) sums[i] = 0;
     }

@@ -1,8 +1,9 @@
 // dQ = dS K by a third consumer warpgroup, which reads dS of each step from shared memory and computes dQ tiles. Warps
 // next to the producer add these to dq_accum in global memory. Key blocks add to the same tiles in no fixed order; with
 // kOrderedDq a semaphore of each dQ tile makes them add in the order in which CTAs take them, and the first one stores.
-// With kRoundsDq they count additions, and who counts the last one of 64 rows rounds these. With kKeepsDq a tile of the
-// last step to whose rows all other key blocks have added stays in shared memory, and is added where it is rounded.
+// With kRoundsDq they count additions, and the warp that counts the last one of 64 rows has its CTA round these. With
+// kKeepsDq a tile of the last step stays in shared memory, to be added when it is rounded, if all other key blocks have
+// added to its rows.
 #pragma once
 #include "device/dependent_launch.cuh"
 #include "device/semaphore.cuh"
@@ -16,7 +17,7 @@ __device__ __forceinline__ u32 dq_empty(u32 stage) { return dq_full(kDqStages) +
 __device__ __forceinline__ u32 dq_added() { return dq_empty(kDqStages); }  // kRoundsDq
 
 enum : int {
-  // Measured as faster for key blocks of two warpgroups that begin at different rows: each is the last one at some.
+  // Measured as faster for key blocks of two warpgroups that begin at different rows: each block is last at some rows.
   kKeepsDq = kRoundsDq && !kHidesKeys && kConsumers == 2 && kDqTilesOfStep <= kDqStages,
   kDsFullThreads = 128 * (kConsumers + 1),  // the warpgroups that own keys arrive, the one that computes dQ waits
   kDsEmptyThreads = 256,                    // the warpgroup that computes dQ arrives, one that owns keys waits
@@ -84,8 +85,8 @@ __device__ __forceinline__ int additions_of(const BackwardParams& p, const KeyBl
   return (blocks.end - blocks.begin) * kDqPanels;
 }
 
-// Whether all other key blocks have counted their additions to 64 rows. They are about to, so that it pays to look
-// again; but nothing promises that they run at the same time.
+// Whether all other key blocks have counted their additions to 64 rows. It polls for a while, because they are about to
+// do so, but not longer, because they need not run at the same time.
 __device__ __forceinline__ bool others_have_added(const BackwardParams& p, int rows, int all) {
   enum : int { kLooks = 4 };
   bool added = false;
@@ -111,7 +112,7 @@ __device__ __forceinline__ void compute_dq(const BackwardParams& p, u32 smem) {
       named_barrier_sync(ds_full(stage), kDsFullThreads);
       const Step step = load_shared_struct_uniform<Step>(smem + kKeysLayout.ds_step + int(sizeof(Step)) * stage);
       last = step.state & kLastStep;
-      bool stays = false;  // kKeepsDq, of the thread that commits tiles
+      bool stays = false;  // kKeepsDq; known to the thread that commits tiles
       const u32 ds = uniform_descriptor(smem + kKeysLayout.ds + stage * kConsumers * kKeysLayout.ds_bytes, 0);
 #pragma unroll
       for (int tile = 0; tile < kDqTilesOfStep; ++tile) {
@@ -177,7 +178,7 @@ __device__ __forceinline__ void accumulate_dq(const BackwardParams& p, u32 smem,
     if (now.tile < 0) break;
     if (kKeepsDq && now.block == kStays) {
       stays = now.tile;
-      named_barrier_arrive(dq_empty(stage), kDqThreads);  // no tile follows
+      named_barrier_arrive(dq_empty(stage), kDqThreads);  // no further tile
       continue;
     }
     int semaphore = 0;

@@ -1,6 +1,6 @@
-// dK and dV of a key block as the accumulators of a warpgroup: where they begin, and where they go. They are the
-// gradient after all rows of all q heads of the group. Partial dK and dV go to the workspace in f32: for the next wave,
-// for the CTA that computes the second part of a cut block, or for reduce.cu.
+// dK and dV of a key block as the accumulators of a warpgroup: their first values, and their stores. After all rows of
+// all q heads of the group they are the gradients. Partial dK and dV are stored to the workspace in f32: for the next
+// wave, for the CTA that computes the second part of a cut block, or for reduce.cu.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "device/dependent_launch.cuh"
@@ -8,8 +8,8 @@
 #include "device/semaphore.cuh"
 #include "sm90/backward/layout.cuh"
 
-// Where a thread has its partial gradient; its accumulators are 2 * kBlockKeys floats apart. `strip` counts the block's
-// keys by 64.
+// The address of a thread's partial gradient, whose elements are 2 * kBlockKeys floats apart. `strip` counts the
+// block's keys by 64.
 template <int dim>
 __device__ __forceinline__ float* partial_of(const BackwardParams& p, float* partial, const KeyBlock& block,
                                              int strip) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ float* partial_of(const BackwardParams& p, float* par
   return partial + place * (kBlockKeys * dim) + strip * 128 + threadIdx.x % 128;
 }
 
-// G = 0, or the partial gradient that is stored.
+// Sets G to 0, or loads a stored partial gradient.
 template <int dim>
 __device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
                                                int strip, float* partial) {
@@ -33,8 +33,8 @@ __device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&
   }
 }
 
-// Stores G, complete, as the rows of a gradient `to` with `columns` columns, at a kv head. Whether all that the thread
-// has stored is finite; without kRoundsDq a later kernel is told if it is not.
+// Stores a complete G as rows of a gradient `to` with `columns` columns, at a kv head. Returns whether all elements of
+// the thread are finite; without kRoundsDq sets a flag for a later kernel if they are not.
 template <class Type, int dim>
 __device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
                                                    const KeyBlock& block, int head, int strip, const StridedTensor& to,
@@ -48,7 +48,7 @@ __device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, cons
   return finite.trace == 0;
 }
 
-// Stores G as a partial gradient or as the gradient, as the block says, and returns what store_key_gradient does.
+// Stores G as a partial gradient or as the gradient, by the state of the block. Returns as store_key_gradient.
 template <class Type, int dim>
 __device__ __forceinline__ bool end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
                                              int strip, float* partial, const StridedTensor& to, int columns,
@@ -72,9 +72,9 @@ __device__ __forceinline__ void arrive_first_part(const BackwardParams& p) {
   if (threadIdx.x % 32 == 0) take_ticket(p.first_parts, warps_of_first_parts(p));
 }
 
-// Waits until all warps are counted. This ends: CTAs take first parts before all other work tiles, so that CTAs that
-// run have all of them; and a CTA stores the partial gradients of its own first part before it waits here. With a map,
-// which may leave second parts nothing to do, a CTA may come here again.
+// Waits until all warps are counted. There is no deadlock: CTAs take first parts before all other work tiles, so that
+// running CTAs have all of them, and a CTA stores the partial gradients of its own first part before it waits. With a
+// map, by which second parts may have no steps, a CTA may wait here again.
 __device__ __forceinline__ void wait_for_first_parts(const BackwardParams& p) {
   if (!kMapsTiles || look_acquire(p.first_parts) < warps_of_first_parts(p)) {
     while (load_acquire(p.first_parts) < warps_of_first_parts(p)) {

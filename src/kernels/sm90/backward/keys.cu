@@ -1,29 +1,30 @@
 // The Hopper backward kernel by keys: dV = P^T dO, dK = scale dS^T Q, and dS, with P = exp(S - LSE) and
 // dS = P o (dO V^T - D) recomputed from the inputs (FlashAttention-2, algorithm 2, without its line for dQ).
 //
-// A CTA takes key blocks of Bc = 64 * kConsumers keys. It keeps their K and V in shared memory and iterates over the
+// A CTA computes key blocks of Bc = 64 * kConsumers keys. It keeps their K and V in shared memory and iterates over the
 // tiles of Br rows that see them. One producer warp loads Q and dO into rings by TMA. Each consumer warpgroup owns 64
 // keys and holds S^T and dP^T, so that P^T and dS^T are the left operands of dV and dK directly from registers. dS goes
 // to a warpgroup that adds dQ to dq_accum in global memory (dq_accum.cuh), or to the workspace, from which rows.cu
-// computes dQ. A call that wants dQ alone has no products for dK and dV, one that wants these alone no dS in memory.
+// computes dQ. A call for dQ alone has no products for dK and dV, a call for these alone no dS in memory.
 // docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 #include "sm90/backward/dq_accum.cuh"
 #include "backward/repair.cuh"
 #include "backward/round.cuh"
 
-// Two choices that are faster where dQ is accumulated, except in order for head dims above 96, and where some gradients
-// are left out: arithmetic on scores overlaps the second of two products, unless the derivative of softcap takes the
-// registers for that; and K and V are in registers as far as gradients, scores and P leave room, less a margin for the
-// compiler. 16 dims take four registers. What is in registers comes last in a sum over dims: where some gradients are
-// left out all of an operand is or nothing, since the others have the bits of a call of all.
+// Two choices that are faster if dQ is accumulated, except in order for head dims above 96, and if some gradients are
+// not requested. Arithmetic on scores overlaps with the second of two products, unless the derivative of softcap needs
+// the registers. And K and V are kept in registers as far as gradients, scores, P and a margin for the compiler leave
+// some; 16 dims need four registers. Steps in registers come last in a sum over dims. If some gradients are not
+// requested, an operand is in registers as a whole or not at all, so that the others have the bits of a call for all
+// gradients.
 enum : int {
   kLeavesOut = !kComputesDq || !kKeyGradients,
   kScoresAhead = !kKeyGradients,  // the second product is S^T of the next step
   kOverlaps = kLeavesOut || (kAccumulatesDq && !(kOrderedDq && max_of(kHeadDim, kValueDim) > 96)),
   kProductsInFlight = kOverlaps && !kHasScoreSlope,  // products that run during arithmetic on scores
-  // Selections by bits of a mask come after the exponentials, where words take no registers from operands. Up to 64
-  // dims they come between them: steps of 128 rows leave no registers otherwise.
+  // Selections by bits of a mask follow the exponentials, if words leave enough registers for operands. Up to 64 dims
+  // they are interleaved with the exponentials, as steps of 128 rows leave no registers otherwise.
   kHidesAfter = kMaskBits && max_of(kHeadDim, kValueDim) > 64,
   kMaskRegisters = kBiasTile == 1 + kBool ? 16 : kMaskBits && !kHidesAfter ? 8 : 0,
   kHeldRegisters = (kKeyGradients ? kHeadDim / 2 + kValueDim / 2 : kBlockRows / 2) + kBlockRows / 2 +
@@ -39,7 +40,8 @@ enum : int {
 struct KeysLoader : StepLoader {
   using StepLoader::StepLoader;
 
-  // Loads K of a block, and V if K has one stage. The end of all work and a block without steps are only announced.
+  // Loads K of a block, and V if K has one stage. For the end of all work, and for a block without steps, nothing is
+  // loaded.
   __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
     if (block.state & kHasSteps) prefetch_keys(block, n);
     announce(block);
@@ -61,8 +63,8 @@ struct KeysLoader : StepLoader {
   }
 };
 
-// The derivative of each score of a step; unused where all are 1. That of softcap is at most 1; what a user writes may
-// be anything, and is rounded as P is.
+// The derivative of each score of a step; unused if all are 1. That of softcap is at most 1; that of a user's score_mod
+// may be any number, and is rounded as P is.
 using ElementSlope = ElementType<kScoreModSlope ? ElementP::kType : kF16>;
 struct ScoreSlopes {
   u32 packed[kHasScoreSlope ? kBlockRows / 4 : 1];
@@ -132,12 +134,12 @@ struct OwnKeys {
 // The descriptor of a tile of Q or dO as the right operand of a product over dims.
 __device__ __forceinline__ u32 along(u32 buffer) { return uniform_descriptor(buffer, 0); }
 
-// The words of a bool mask of a step's scores, kMaskBits.
+// The words of a bool mask for the scores of a step, kMaskBits.
 struct StepMask {
-  bool hides = false;  // some of them
+  bool hides = false;  // whether it hides any score
   u32 words[max_of(kMaskWords, 1)];
 
-  // Those that begin at a place that MaskPlaces says.
+  // Loads the words at a place of MaskPlaces.
   template <class Params>
   __device__ __forceinline__ void load(const Params& p, int place) {
     if constexpr (kMaskBits) {
@@ -166,7 +168,8 @@ __device__ __forceinline__ void first_scores(const BackwardParams& p, const KBuf
   register_fence(X);
 }
 
-// The next key block, if there is one. If K has two stages, its first scores are computed while `meanwhile` runs.
+// Begins the next key block, if there is one. If K has two stages, its first scores are computed while `meanwhile`
+// runs.
 template <class Meanwhile>
 __device__ __forceinline__ KeyBlock next_block(const BackwardParams& p, const KBuffer& k, const QBuffers& q,
                                                OwnKeys& own, float (&X)[kBlockRows / 2], StepMask& mask,
@@ -190,8 +193,8 @@ __device__ __forceinline__ void repair_own_keys(const BackwardParams& p, bool fi
   for (int i = 0; i < 16; ++i) repair_key(p, block.batch, block.head, key + i);
 }
 
-// Rounds dQ of all rows that this CTA has completed, each 64 of them by a warpgroup that owns keys, and repairs them,
-// each 16 by the warp that has stored them.
+// Rounds dQ of all rows that this CTA has completed, 64 rows by each warpgroup that owns keys, and repairs them, 16
+// rows by the warp that has stored them.
 __device__ __forceinline__ void round_complete_rows(const BackwardParams& p, u32 smem) {
   const KeyBlock block = key_block_of(p, blockIdx.x);
   const Lengths n = lengths_of(p, block.batch);
@@ -270,7 +273,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 
       Step step = load_shared_struct_uniform<Step>(step_of(q));
       ScoreSlopes slopes;
-      // The mask of the step after that of `of`: words come a step ahead.
+      // The mask of the step after that of `of`: words are loaded a step ahead.
       const auto next_mask = [&](const QBuffers& of) {
         StepMask next = mask;
         if (kMaskBits) next.load(p, load_shared(mask_places_of(of) + 4));
@@ -287,7 +290,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           register_fence(X);
         }
       };
-      // P^T = exp(S^T - LSE) in X, `in_flight` or there.
+      // P^T = exp(S^T - LSE) in X. `in_flight`: the product that computes S^T may still run.
       const auto exponentiate = [&](const StepMask& next, bool in_flight) {
         const Exponents exponents = exponents_of(p, step, n, block.batch, key, q);
         const auto exponentials = [&](bool hides) {
@@ -306,7 +309,8 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
           if constexpr (kMapsTiles && !kMaskBits)
             if (step.state & kModHides) hide_by_mask_mod(p, X, exponents);
         };
-        // Selections come between exponentials as long as no branch does, nor one after the wait.
+        // The compiler interleaves selections with exponentials only if no branch lies between them, nor after the
+        // wait.
         if (!kHidesAfter && mask.hides) exponentials(true);
         else exponentials(false);
         if (kHidesAfter && mask.hides) hide_by_bits(X, mask.words, 0);
@@ -318,7 +322,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
       exponentiate(next_mask(q), false);
       pack_scores<ElementP>(X, P);
       for (;;) {
-        // dP^T - D = V dO^T - D, then dV += P^T dO. dV has no dropped entries; D counts for them, too.
+        // dP^T - D = V dO^T - D, then dV += P^T dO. dV has no terms of dropped entries, but their dS has -D.
         o.wait_full();
         const u32 delta = delta_of(o) + 4 * thread_column() + zero_after(P[kBlockRows / 4 - 1]);
         if (!kDropout) start_from_delta(X, delta);
@@ -373,7 +377,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
             issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
           }
           ds.commit(p, step);
-          block = load_block(k);  // again, rather than kept in registers
+          block = load_block(k);  // loaded again, instead of being kept in registers
           finite &=
               end_gradient<ElementDv, kValueDim>(p, dV, block, consumer(), p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
           wgmma_wait<0>();
@@ -422,7 +426,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     round_complete_rows(p, smem);
   }
   tma_store_wait();
-  let_next_kernel_start();  // not earlier: its CTAs would crowd on the SMs that are idle already
+  let_next_kernel_start();  // not earlier, or its CTAs would all run on the SMs that are idle already
 }
 
 extern __shared__ __align__(1024) unsigned char raw[];

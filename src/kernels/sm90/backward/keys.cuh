@@ -1,6 +1,6 @@
-// What the two kernels by keys (keys.cu, keys_wide.cu) share: the producer's loop over work tiles and their steps, and
-// the operations of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, the accumulators of a
-// warpgroup.
+// What the two kernels by keys (keys.cu, keys_wide.cu) have in common: the producer's loop over work tiles and their
+// steps, and the operations of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, the accumulators of
+// a warpgroup.
 #pragma once
 #include "attention/bias_tile.cuh"
 #include "attention/dropout.cuh"
@@ -28,12 +28,12 @@ __device__ __forceinline__ KeyBlock key_block_of(const BackwardParams& p, int wo
               (is_first_part(cut_blocks(p), work_tile) ? kFirstPart : 0)};
 }
 
-// The first q head that a key block meets.
+// The first q head of a key block.
 __device__ __forceinline__ int query_head(const BackwardParams& p, const KeyBlock& block) {
   return quotient(block.head, p.row_splits) * p.split_heads;
 }
 
-// The row tiles [begin, end) that the work tile of a key block may have: those of its split and part, or of the wave.
+// The row tiles [begin, end) to which a work tile is limited: those of its split and part, or of the wave.
 __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const KeyBlock& block, int work_tile) {
   if (!kAccumulatesDq) return {p.wave.first_tile, p.wave.first_tile + p.wave.tiles};
   const int first = (block.head - quotient(block.head, p.row_splits) * p.row_splits) * p.row_split_tiles;
@@ -43,13 +43,14 @@ __device__ __forceinline__ RowTiles own_tiles(const BackwardParams& p, const Key
 
 // Whether a work tile iterates over its row tiles from the last one to the first. With a right bound all key blocks of
 // a head end at the same row. The first round of CTAs iterates from there in step. The blocks of the next round begin
-// one after another, the longest first, and end together if they iterate upwards in row number. So CTAs that run at the
-// same time touch the same rows, and Q, dO and dq_accum stay in L2. Where one round is all, half of the heads go up, so
-// that fewer CTAs add to the same rows of dq_accum at a time. Waves would need an order of their own. With
-// kOrderedDq the blocks of a descending section begin at their diagonals, each where the block with the next higher
-// keys has just been; those of an ascending section begin at the last row, one after another.
-// With a map, too, blocks in ascending order begin at the last row, so that where two documents share a row tile those
-// of the earlier one are there first: their steps there come before its other steps, and after those of the later one.
+// one after the other, the longest first, and end together if they iterate in ascending order of rows. So CTAs that run
+// at the same time read the same rows, and Q, dO and dq_accum stay in L2. If there is only one round, half of the heads
+// iterate in ascending order, so that fewer CTAs add to the same rows of dq_accum at a time. Waves would need an order
+// of their own. With kOrderedDq the blocks of a descending section begin at their diagonals, each at the row tile that
+// the block with the next higher keys has just computed; those of an ascending section begin at the last row, one after
+// the other. Also with a map, blocks in ascending order begin at the last row: if a row tile belongs to two documents,
+// it is the first step of blocks of the earlier document and the last step of blocks of the later one, in the order of
+// blocks.
 __device__ __forceinline__ bool is_descending(const BackwardParams& p, const KeyBlock& block, int work_tile) {
   if (!kAccumulatesDq) return false;
   if (kMapsTiles && kOrderedDq && !kHasLeft) return block.state & kNextIsHigher;
@@ -63,7 +64,7 @@ __device__ __forceinline__ bool is_descending(const BackwardParams& p, const Key
   return work_tile < of_round || work_tile / of_round % 2 == 0;
 }
 
-// The row tile with which a key block begins, of `tiles`, if no mask hides any. With kRoundsDq the blocks of a head
+// The first row tile of a key block, of `tiles`, if no mask hides any. With kRoundsDq the blocks of a head
 // begin at different rows, so that each of them completes dQ of some rows.
 __device__ __forceinline__ int first_tile_of(const KeyBlock& block, int tiles) {
   if (!kRoundsDq || kHidesKeys) return 0;
@@ -71,14 +72,14 @@ __device__ __forceinline__ int first_tile_of(const KeyBlock& block, int tiles) {
   return tile < tiles ? tile : tile % tiles;
 }
 
-// Whether the warps that add to dq_accum count their additions after step i, kRoundsDq. Blocks that begin at different
-// rows need it only once before the last step, so that those rows are completed by different CTAs.
+// Whether the warps that add to dq_accum count their additions after step i, kRoundsDq. For blocks that begin at
+// different rows once before the last step is enough, so that different CTAs complete these rows.
 __device__ __forceinline__ bool counts_after(int i, int end) {
-  enum : int { kSteps = max_of(kDqStages / kDqTilesOfStep, 1) };  // in which each of them adds
+  enum : int { kSteps = max_of(kDqStages / kDqTilesOfStep, 1) };  // in which each of these warps adds
   return kRoundsDq && (kHidesKeys || (i < end - 1 && i >= end - 1 - kSteps));
 }
 
-// The steps of a key block that the map shows; without one those that there are.
+// The steps of a key block: those that the map shows, or without a map all of them.
 template <bool maps, class Params>
 struct OwnSteps {
   __device__ __forceinline__ OwnSteps(const Params&, const KeyBlock&, int, int, bool) {}
@@ -90,7 +91,7 @@ struct OwnSteps<true, Params> : SeenSteps<Params> {
       : SeenSteps<Params>(p, block.batch, query_head(p, block), p.split_heads, block.block, begin, end, down) {}
 };
 
-// Where the words of a mask of bits begin of a step that the map shows, for the first 64 keys of the key block.
+// The place of the mask words of a step that the map shows, for the first 64 keys of the key block.
 template <class Params, class Steps>
 __device__ __forceinline__ int mask_place(const Params& p, const KeyBlock& block, const Steps& seen) {
   if (!seen.more() || !seen.is_partial()) return -1;
@@ -101,7 +102,7 @@ __device__ __forceinline__ int mask_place(const Params& p, const KeyBlock& block
          rows;
 }
 
-// Loads them, as produce() does without a map.
+// Loads these steps, as produce() does without a map.
 template <class Params, class Loader, class Steps>
 __device__ __forceinline__ void load_seen_steps(const Params& p, Loader& load, const KeyBlock& block,
                                                 const Lengths& n, Steps& seen) {
@@ -116,7 +117,7 @@ __device__ __forceinline__ void load_seen_steps(const Params& p, Loader& load, c
     const int first_head = query_head(p, block);
     const int head = first_head + g;
     int state = !kMaskBits && seen.is_partial() ? +kModHides : 0;
-    // The map does not say what the bounds of the call hide.
+    // The bounds of the call are not part of the map.
     const KeyRange all = keys_seen_by_all(band_of(p), n, row, min(row + kBlockRows, n.sq) - 1);
     const int key = block.block * kBlockKeys;
     if (is_partial(all, key, key + kBlockKeys)) state |= kMasked;
@@ -149,12 +150,12 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
   const u32 lane = threadIdx.x % 32;
   const Band band = band_of(p);
   const auto take = [&](int first) {
-    wait_for_earlier_kernels();  // they use the same counter
+    wait_for_earlier_kernels();  // which use the same counter
     const int work_tile = lane == 0 ? first + atomicAdd(&p.counters[0], 1) : 0;
     return __shfl_sync(0xffffffff, work_tile, 0);
   };
-  // A work tile may wait for earlier ones: for their semaphores, or for first parts. Then CTAs take the first work tile
-  // from the counter, too, so that the CTAs that have the earlier ones are running.
+  // A work tile may wait for earlier ones, for their semaphores or for first parts. Then CTAs take also the first work
+  // tile from the counter, so that the CTAs of earlier ones are running.
   const bool waits = kOrderedDq || cut_blocks(p) > 0;
   const int given = waits ? 0 : gridDim.x;
   for (int work_tile = waits ? take(given) : blockIdx.x;; work_tile = take(given)) {
@@ -168,7 +169,7 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const RowTiles own = own_tiles(p, block, work_tile);
     const int begin = max(all.begin, own.begin);
     const int end = min(all.end, own.end);
-    if (kMakesMap && work_tile < int(gridDim.x)) {  // the map is made while rows are prepared
+    if (kMakesMap && work_tile < int(gridDim.x)) {  // the kernel that prepares rows makes the map
       if (begin < end) load.prefetch_keys(block, n);
       wait_for_earlier_kernels();
     }
@@ -179,8 +180,8 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
     const bool stores_partial = reduces || all.end > max(all.begin, own.end);
     block.state |= (has_steps ? kHasSteps : 0) | (loads_partial ? kLoadsPartial : 0) |
                    (stores_partial ? kStoresPartial : 0);
-    // A wave computes the keys that some of its rows see, a map apart; the wave with the first rows also stores zeros
-    // for keys that no row sees. Every split stores partial dK and dV, even if they are 0.
+    // A wave computes the keys that some of its rows see by the bounds of the call. The wave with the first rows also
+    // stores 0 for keys that no row sees. Every split stores partial dK and dV, even if they are 0.
     if (begin < end || (kAccumulatesDq && reduces) || (all.begin >= all.end && own.begin == 0)) {
       load.load_keys(block, n);
       if constexpr (kMapsTiles != 0) {
@@ -228,14 +229,14 @@ __device__ __forceinline__ void produce(const BackwardParams& p, u32 smem) {
 }
 
 // K or V of a warpgroup's 64 keys as the left operand of a product over dims: the first `front_steps` steps of 16 dims
-// in registers, the others in shared memory, whose bandwidth is the limit.
+// are in registers, the others in shared memory, whose bandwidth is the bottleneck.
 template <class Type, int dim, int front_steps>
 struct KeyOperand {
   enum : int { kSteps = dim / Type::kStep, kFront = front_steps };
   u32 front[max_of(4 * kFront, 1)];
   u32 rest;
 
-  // Loads the first steps from one buffer; the operand of the others is another one.
+  // Loads the first steps from one buffer; the other steps are read from another one.
   __device__ __forceinline__ void load(u32 front_buffer, u32 rest_buffer) {
     const u32 lane = threadIdx.x % 32;
     const u32 line = front_buffer + (warp_row() + lane % 16) * 128;
@@ -247,7 +248,7 @@ struct KeyOperand {
     if (kFront > 0) register_fence(front);
     rest = uniform_descriptor(rest_buffer, 0);
   }
-  // Both from one buffer.
+  // Both parts are in one buffer.
   __device__ __forceinline__ void load(u32 buffer) {
     load(buffer, buffer + kFront / 4 * kBlockKeys * 128 + kFront % 4 * 32);
   }
@@ -283,7 +284,7 @@ __device__ __forceinline__ void issue_gradient(float (&G)[dim / 2], const u32 (&
   wgmma_commit();
 }
 
-// What all scores of a thread have in common in a step.
+// What the exponents of all scores of a thread in a step have in common.
 struct Exponents {
   ScoreContext first;  // of the thread's first row and key
   u32 shift;           // address of -LSE of that row
@@ -297,7 +298,7 @@ __device__ __forceinline__ Exponents exponents_of(const BackwardParams& p, const
   return {score_context(head, row, diagonal_of(band_of(p), n, row), key), shift_of(q) + 4 * thread_column()};
 }
 
-// P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `bias`: that of the thread's four scores there. `slopes`: their
+// P^T = exp(S^T - LSE) in X, for the j-th 8 rows. `bias`: of the thread's four scores there. `slopes`: their
 // derivatives, kHasScoreSlope.
 __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X)[kBlockRows / 2], int j,
                                               const Exponents& at, const float* bias, float (&slopes)[4]) {
@@ -313,8 +314,8 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
   }
 }
 
-// Bits of a thread's entries [first, end) of a step, up to 32, 1 where mask_mod hides one. They are found in a loop: as
-// text for each entry they were a fifth of what the compiler takes, and kernels were slower.
+// A bit for each of a thread's entries [first, end) of a step, at most 32: 1 where mask_mod hides it. They are computed
+// in a loop: unrolled, they took a fifth of the compile time, and kernels were slower.
 __device__ __forceinline__ u32 hidden_by_mask_mod(const BackwardParams& p, const Exponents& at, int first, int end) {
   u32 bits = 0;
 #pragma unroll 1
@@ -325,7 +326,7 @@ __device__ __forceinline__ u32 hidden_by_mask_mod(const BackwardParams& p, const
   return bits >> (32 - (end - first));
 }
 
-// 0 for the entries that mask_mod hides.
+// Sets entries that mask_mod hides to 0.
 __device__ __forceinline__ void hide_by_mask_mod(const BackwardParams& p, float (&X)[kBlockRows / 2],
                                                  const Exponents& at) {
 #pragma unroll
@@ -337,7 +338,7 @@ __device__ __forceinline__ void hide_by_mask_mod(const BackwardParams& p, float 
   }
 }
 
-// Which entries of a step dropout keeps. `key`: the warp's first key in the key block of K's current stage.
+// The entries of a step that dropout keeps. `key`: the warp's first key in the key block of K's current stage.
 __device__ __forceinline__ Kept<kBlockRows> kept_of_step(const BackwardParams& p, const KBuffer& k, const Step& step,
                                                          int key) {
   const KeyBlock block = load_block(k);

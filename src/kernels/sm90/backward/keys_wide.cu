@@ -1,7 +1,7 @@
-// The Hopper backward kernel by keys for wide heads: what keys.cu computes, for head dims where dK and dV of 64 keys do
-// not fit the registers of one warpgroup.
+// The Hopper backward kernel by keys for wide heads: as keys.cu, for head dims whose dK and dV of 64 keys do not fit
+// the registers of one warpgroup.
 //
-// A CTA takes key blocks of Bc = 64 keys and iterates over the tiles of Br = 64 rows that see them. One warpgroup
+// A CTA computes key blocks of Bc = 64 keys and iterates over the tiles of Br = 64 rows that see them. One warpgroup
 // computes S^T, P^T and dV, the other dP^T, dS^T and dK. P^T goes from the first to the second through a ring of two
 // stages in shared memory. Each warpgroup issues two products a step, one after the other, and computes on scores
 // between steps:
@@ -10,10 +10,10 @@
 //                      | P(t)
 //   dK, step t   dS(t) = P(t) o (dP(t) - D)  dK += dS(t)^T Q(t)    dP(t+1)^T = V dO(t+1)^T
 //
-// So the tensor cores run the products of one warpgroup while the other one computes; where the barriers between them
-// stand decides how well the two interleave. The first 128 dims of K and V are operands in registers: this leaves the
-// shared memory to the rings of Q and dO, and saves its bandwidth, which is the limit. K and V are loaded through a
-// stage of Q and one of dO, as if they were a step. docs/kernels/backward.md derives the schedule.
+// So the tensor cores run the products of one warpgroup while the other one computes on scores; the places of the
+// barriers between them decide how well the two overlap. The first 128 dims of K and V are operands in registers: this
+// leaves shared memory to the rings of Q and dO, and saves its bandwidth, which is the bottleneck. K and V are loaded
+// by way of a stage of Q and one of dO, as if they were a step. docs/kernels/backward.md derives the schedule.
 #include "sm90/backward/keys.cuh"
 
 enum : int {
@@ -26,14 +26,14 @@ static_assert(kConsumers == 2 && kBlockRows == 64 && kBlockKeys == 64 && !kMaskB
 static_assert(kQStages >= 2 && kOStages >= 2 && kDsStages == (kStoresDs ? 2 : 0));
 static_assert(kKeysLayout.bytes <= 232448);
 
-// The panels of K and V in shared memory have the same barriers.
+// The panels of K and of V in shared memory have the same barriers.
 using VRest = Buffers<kKeysLayout.v, kKeysLayout.v_bytes, kKeysLayout.k_full, kKeysLayout.k_empty, 1>;
 
 // The producer's side.
 struct KeysLoader : StepLoader {
   using StepLoader::StepLoader;
 
-  // Loads K and V of a block. The end of all work and a block without steps are only announced.
+  // Loads K and V of a block. For the end of all work, and for a block without steps, nothing is loaded.
   __device__ __forceinline__ void load_keys(const KeyBlock& block, const Lengths& n) {
     if (block.block < 0 || !(block.state & kHasSteps)) {
       announce(block);
@@ -73,15 +73,16 @@ __device__ constexpr int max_front_steps(int dim) {
   return min_of(dim / Type::kStep, kPanelSteps * panels_in_registers(Type::kType, dim));
 }
 
-// P^T as one warpgroup passes it to the other: f16 has more bits than bf16, and the range that 2^p_log2 P needs.
+// P^T in the type in which it passes to the other warpgroup: f16 has more bits than bf16, and the range that 2^p_log2 P
+// needs.
 __device__ __forceinline__ u32 pack_factors(float low, float high) {
   return kHalfP ? Half::pack(low, high) : ElementP::pack(low, high);
 }
 __device__ __forceinline__ float low_factor(u32 pair) { return kHalfP ? Half::low(pair) : ElementP::low(pair); }
 __device__ __forceinline__ float high_factor(u32 pair) { return kHalfP ? Half::high(pair) : ElementP::high(pair); }
 
-// The ring through which P^T goes from one warpgroup to the other, in the order of accumulators. Each of its two stages
-// has two named barriers: it has been written, and it has been read.
+// The ring in which P^T passes from one warpgroup to the other, in the order of accumulators. Each of its two stages
+// has two named barriers: for when it has been written, and for when it has been read.
 struct Exchange {
   enum : u32 { kWritten = 1, kRead = 3, kArrivals = 256 };
   u32 smem;
@@ -225,7 +226,7 @@ __device__ __forceinline__ void compute_dv(const BackwardParams& p, u32 smem) {
         wgmma_wait<0>();
         register_fence(X);
       }
-      block = load_block(k);  // again, rather than kept in registers
+      block = load_block(k);  // loaded again, instead of being kept in registers
     }
     k.release(leader);
     end_gradient<ElementDv, kValueDim>(p, dV, block, 0, p.partial_dv, p.dv_grad, p.dv, p.dv_scale);
@@ -260,7 +261,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
       V.load(o.address(), VRest(smem, 0).address());
       o.release_loaded(leader);
 
-      // dP^T - D = V dO^T - D of the first step. With dropout dP^T alone: D stays in its stage until entries are
+      // dP^T - D = V dO^T - D of the first step. With dropout only dP^T: D stays in its stage until entries are
       // dropped.
       float X[kBlockRows / 2];
       o.wait_full();
@@ -331,7 +332,7 @@ __device__ __forceinline__ void compute_dk(const BackwardParams& p, u32 smem) {
         register_fence(X);
         if (!kDropout) o.release(leader);
       }
-      block = load_block(k);  // again, rather than kept in registers
+      block = load_block(k);  // loaded again, instead of being kept in registers
     }
     k.release(leader);
     end_gradient<ElementDk, kHeadDim>(p, dK, block, 0, p.partial_dk, p.dk, p.d, p.scale);

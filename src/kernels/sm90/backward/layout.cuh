@@ -21,14 +21,14 @@ enum : int {
   kLastColumns = kHeadDim - 64 * (kDqPanels - 1),  // columns of the last panel of dQ
   kRowSteps = kBlockRows / kDsTileRows,              // dS tiles of a score tile along its rows
   kDsTilesOfScoreTile = kRowSteps * kBlockKeys / kDsTileKeys,
-  kMaskWords = kMaskBits ? kBlockRows / kMaskWordColumns : 0,  // of a thread, of a step
+  kMaskWords = kMaskBits ? kBlockRows / kMaskWordColumns : 0,  // per thread and step
   kScoreTileBytes = kDsTilesOfScoreTile * kDsTileBytes,
   kDqTilesOfStep = kRowSteps * kDqPanels,
-  // The last key blocks may be cut into two work tiles: where all see all rows, a bool mask apart.
+  // The last key blocks may be cut into two work tiles if all rows see all of them, apart from a bool mask.
   kCuts = kDqMethod == int(DqMethod::kAtomic) && !kPacked && (!kHidesKeys || (kMaskBits && !kHasLeft && !kHasRight)),
 };
 
-// The places of dS, with what kernel_config.h fixes of them told to the compiler.
+// The places of dS, with the fields that kernel_config.h fixes as constants.
 __device__ __forceinline__ ScoreTiles score_tiles_of(const BackwardParams& p) {
   ScoreTiles store = p.score_tiles;
   if (kPacked || kSeqUsedQ || kHasLeft || !kHasRight) __builtin_assume(store.pitch > 0);

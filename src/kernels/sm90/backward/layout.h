@@ -1,15 +1,15 @@
 // Layouts of shared memory of the Hopper backward kernels.
 //
-// kernel_config.h has besides what backward/params.h names:
-//   kConsumers      consumer warpgroups: 2, or 1 for a short call. Br is 64 or 128, of keys_wide.cu 64; Bc is 64 for
-//                   each consumer warpgroup of keys.cu, 64 for both of keys_wide.cu
-//   kKStages        stages of K; with two, a key block begins while the last products of the one before run
-//   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ; 0 where there is
-//                   none
+// kernel_config.h has the constants of backward/params.h, and
+//   kConsumers      consumer warpgroups: 2, or 1 in short calls. Br is 64 or 128, in keys_wide.cu 64. Bc is 64 for each
+//                   consumer warpgroup in keys.cu, and 64 for both in keys_wide.cu
+//   kKStages        stages of K; with two, a key block begins while the last products of the previous one run
+//   kQStages, kOStages, kDsStages, kDqStages    stages of Q with LSE, of dO with D, of dS, and of dQ; 0 if there
+//                   are none
 //   kHalfP          1: for bf16 inputs keys_wide.cu passes P between warpgroups as f16, which has three more bits
 //   kRowTiles       tiles of 64 rows of dQ that a consumer warpgroup of rows.cu holds
 //   kRowStages      stages of dS and K in rows.cu
-//   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers a thread after setmaxnreg
+//   kProducerRegisters, kConsumerRegisters, kDqRegisters    registers per thread after setmaxnreg
 #pragma once
 #include "host_device/element.h"
 #include "backward/work.h"
@@ -32,9 +32,9 @@ struct BackwardTile {
   bool bias_rows = false;
 };
 
-// A key block: what the producer tells the consumers of a work tile.
+// A key block, which the producer stores for the consumers with each work tile.
 struct KeyBlock {
-  int block;  // its number in its sequence; < 0: no more work
+  int block;  // its index in its sequence; < 0: no more work
   int head;   // kv head * splits + split
   int batch;
   int state;  // bits of KeyBlockState
@@ -47,7 +47,7 @@ enum KeyBlockState : int {
   kFirstPart = 16,     // first part of a cut block: second parts wait until its partial dK and dV are stored
 };
 
-// A step: a row tile of a q head that a key block meets.
+// A step of a key block: a row tile of a q head.
 struct Step {
   int tile;   // with stored dS: its score tile; otherwise its row tile, counted over all q heads
   int row;    // its first row in the sequence
@@ -63,22 +63,22 @@ enum StepState : int {
   kBlockBefore = 16,  // kMapsTiles and kOrderedDq: times 1 + the key block that adds to its dQ before; 0: none does
 };
 
-// Where the words of a mask of bits begin of a step and of the next one, for the first 64 keys of the key block; -1
-// where the mask hides nothing, or there is no step.
+// The places of the mask words of a step and of the next one, for the first 64 keys of the key block; -1 if the mask
+// hides nothing there, or there is no step.
 struct MaskPlaces {
   int here, next;
 };
 
-// What becomes of a dQ tile, kRoundsDq.
+// What is done with a dQ tile, kRoundsDq.
 enum : int {
   kStays = 1,  // it is not added to dq_accum, but rounded with what is there, kKeepsDq; or else 0 or kCounted
 };
 
-// A dQ tile, 64 rows of a panel, on its way from shared memory to dq_accum.
+// A dQ tile (64 rows of a panel) in shared memory, which is added to dq_accum.
 struct DqTile {
-  int tile;   // its number in dq_accum; < 0: no more work
-  int block;  // kOrderedDq: the semaphore when it is its turn; kRoundsDq: what becomes of the tile
-  int next;   // kOrderedDq: the semaphore then; kRoundsDq: the additions that complete its 64 rows
+  int tile;   // its index in dq_accum; < 0: no more work
+  int block;  // kOrderedDq: the semaphore at its turn; kRoundsDq: what is done with the tile
+  int next;   // kOrderedDq: the semaphore after it; kRoundsDq: the additions that complete its 64 rows
   int bytes;
 };
 
@@ -158,8 +158,8 @@ struct BiasGradientLayout {
   int row_bytes, key_bytes;  // of a buffer
   int dout;                  // in a buffer of rows
   int v, bias;               // in a buffer of keys
-  int strip_bias_bytes;      // of 64 rows, each of which has its own
-  int stages;                // of keys: two, where there is room
+  int strip_bias_bytes;      // of 64 rows, if each query has a row of it
+  int stages;                // buffers of keys: two if they fit
   int q, k;
   int rows_full, rows_empty, keys_full, keys_empty, scratch, dropout_key;
   int bytes;
@@ -193,7 +193,7 @@ FULGUR_SHARED BiasGradientLayout bias_gradient_layout(const BackwardTile& tile) 
   return map;
 }
 
-// A row block: what the producer of rows.cu tells the consumers.
+// A row block, which the producer of rows.cu stores for the consumers.
 struct RowBlock {
   int row;  // its first row; < 0: no more work
   int head, batch;

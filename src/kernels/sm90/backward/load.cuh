@@ -36,7 +36,7 @@ __device__ __forceinline__ u32 mask_places_of(const QBuffers& q) {
   return q.smem + kKeysLayout.mask + int(sizeof(MaskPlaces)) * q.ring.stage();
 }
 
-// The producer's loads of Q and dO, and what its loads of K and V have in common.
+// The producer's loads of Q and dO, and the common part of its loads of K and V.
 struct StepLoader {
   enum : int {
     kStatisticsBytes = 4 * kBlockRows,
@@ -77,7 +77,7 @@ struct StepLoader {
                                           Keep::kShort);
   }
 
-  // Prefetches K and V of a key block to L2, during the last steps of the block before.
+  // Prefetches K and V of a key block to L2, during the last steps of the previous block.
   __device__ __forceinline__ void prefetch_keys(const KeyBlock& block, const Lengths& n) const {
     if (!elect_one()) return;
     const int row = n.k_start + block.block * kBlockKeys;
@@ -93,7 +93,7 @@ struct StepLoader {
     }
   }
 
-  // Tells the consumers of a key block, with the stage of K.
+  // Stores a key block for the consumers, with the stage of K.
   __device__ __forceinline__ void announce(const KeyBlock& block) {
     k.wait_empty();
     if (elect_one()) store_shared_struct(block_of(k), block);
@@ -116,7 +116,7 @@ struct StepLoader {
                  Keep::kShort);
   }
 
-  // Tells the consumers where the words of a mask of bits are, with the stage of Q.
+  // Stores the places of mask words for the consumers, with the stage of Q.
   __device__ __forceinline__ void store_mask_places(const MaskPlaces& mask) const {
     store_shared(mask_places_of(q), mask.here);
     store_shared(mask_places_of(q) + 4, mask.next);

@@ -1,11 +1,11 @@
-// dK and dV of kv heads that have several splits: adds their partial gradients in the order of the splits, scales,
+// Computes dK and dV of kv heads that have several splits: adds the partial gradients in the order of splits, scales,
 // rounds and stores the sums.
 #include "device/dependent_launch.cuh"
 #include "sm90/backward/key_partials.cuh"
 
 enum : int {
   kReduceThreads = 2 * kBlockKeys,  // the threads that own keys in the kernel by keys
-  kReduceColumns = 32,              // of a CTA: few, so that few key blocks are enough CTAs
+  kReduceColumns = 32,              // per CTA: few, so that also calls with few key blocks have enough CTAs
   kHeadChunks = (kHeadDim + kReduceColumns - 1) / kReduceColumns,
   kChunks = kHeadChunks + (kValueDim + kReduceColumns - 1) / kReduceColumns,
 };

@@ -1,9 +1,10 @@
 // The Hopper backward kernel by rows: dQ = scale dS K (FlashAttention-2, algorithm 2, line 15), from dS that the kernel
 // by keys has stored.
 //
-// A CTA takes row blocks. Each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows and iterates over the keys
-// that the block sees, 64 at a time. One producer warp loads K and dS tiles into a ring. Where no row of a score tile
-// sees any of its keys, or a map says so, no step has stored dS, and the producer loads a dS tile of zeros.
+// A CTA computes row blocks. Each consumer warpgroup holds dQ of kRowTiles tiles of 64 rows and iterates over the keys
+// that the block sees, 64 at a time. One producer warp loads K and dS tiles into a ring. If no row of a score
+// tile sees any of its keys, or a map does not show the tile, no step has stored dS, and the producer loads a dS tile
+// of zeros.
 #include "sm90/common/ring.cuh"
 #include "attention/fragment_store.cuh"
 #include "attention/seen_tiles.cuh"
@@ -39,13 +40,13 @@ __device__ __forceinline__ KeyTiles key_steps(const BackwardParams& p, const Len
   return {tiles.begin * kStepsOfTile, min(tiles.end * kStepsOfTile, count_of(n.sk, kDsTileKeys))};
 }
 
-// Where the workspace has dS of a row tile, and which key tiles it sees.
+// The address of dS of a row tile in the workspace, and the key tiles that it sees.
 struct TileSource {
   const unsigned char* ds;  // the score tile of its first key tile
   KeyTiles keys;
 };
 
-// The map's words of the row tiles of a row block together: of tiles of kBlockKeys keys that some of these rows see.
+// The words of a map for all row tiles of a row block: key tiles that any of its rows see.
 struct WordsOfRows {
   const u64* first;
   int block_words, count;  // words of a row tile, row tiles
@@ -55,13 +56,13 @@ struct WordsOfRows {
     for (int i = 0; i < count; ++i) word |= first[i * block_words + at];
     return word;
   }
-  // The steps among these that the spans of these rows have.
+  // The steps among `steps` that lie in the spans of the row tiles.
   __device__ __forceinline__ KeyTiles spanned(const KeyTiles& steps) const {
     if (!has_spans) return steps;
     int begin = steps.end, end = steps.begin;
     for (int i = 0; i < count; ++i) {
       const u64 span = first[i * block_words - 1];
-      if (span >> 32 == 0) continue;  // it sees none
+      if (span >> 32 == 0) continue;  // an empty span
       begin = min(begin, int(u32(span)) * kStepsOfTile);
       end = max(end, int(span >> 32) * kStepsOfTile);
     }
@@ -83,7 +84,7 @@ __device__ __forceinline__ WordsOfRows words_of_rows(const Params& p, const RowB
           min(int(kTilesOfBlock), count_of(n.sq, kBlockRows) - tile), map.has_spans()};
 }
 
-// The steps among `steps` that the map shows. A warp counts together.
+// The number of `steps` that the map shows. Called by whole warps.
 __device__ __forceinline__ int seen_steps(const WordsOfRows& words, const KeyTiles& steps) {
   if (steps.begin >= steps.end) return 0;
   const int last = (steps.end - 1) / kStepsOfTile;
@@ -226,7 +227,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const int first = block.row + int(consumer() * kRowTiles + tile) * kDsTileRows;
-      if (first >= n.sq) break;  // a second exit; without it the compiler may keep the loop, and dQ in memory
+      if (first >= n.sq) break;  // without this exit the compiler may not unroll the loop, and then keeps dQ in memory
       const int row = first + int(warp_row() + thread_row());
       ElementQ::Memory* dq = row_of<ElementQ>(p.dq, block.batch, n.q_start + row, block.head);
       store_global_fragment<ElementQ, kHeadDim, kElements>(dq, p.dq.row, n.sq - row, p.d, dQ[tile], p.scale, p.scale,

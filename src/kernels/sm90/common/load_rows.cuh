@@ -1,21 +1,20 @@
-// Rows of a sequence into shared memory, and nothing else.
+// Loads rows of a sequence to shared memory, without rows of its neighbours.
 #pragma once
 #include "sm90/ptx/mbarrier.cuh"
 #include "device/memory.cuh"
 #include "host_device/element.h"
 #include "sm90/ptx/tma.cuh"
 
-// Rows of a head of a sequence: where its first one lies in the tensor, and how many there are.
+// The rows of a head of a sequence: the index of the first one in the tensor, and their number.
 struct Source {
   int first, count;
   int head, batch;
 };
 
-// Fills a buffer of panels of `rows` rows, of elements of `type`, from panel `first` and a sequence's `row` on. Where
-// rows after its end are not TMA's zeros but a neighbour's or padding, they are cleared: they would meet P = 0 or
-// dS = 0, and 0 * NaN is NaN.
-// `tail` is a barrier of the warp's own. The barrier `full` has been told of the bytes unless this returns true: then
-// it is for the caller to arrive.
+// Fills a buffer of panels of `rows` rows, of elements of `type`, from panel `first` and a sequence's `row` on. Rows
+// after its end that TMA does not set to 0, as they are a neighbour's or padding, are cleared: they are multiplied with
+// P = 0 or dS = 0, and 0 * NaN is NaN. `tail` is a barrier that only this warp uses. Expects the bytes at the barrier
+// `full`, unless it returns true: then the caller must arrive there.
 template <Element type, int panels, int rows, int first = 0>
 __device__ __forceinline__ bool load_rows(u32 buffer, const void* map, u32 full, u32 tail, u32& tail_parity,
                                           const Source& source, int row, bool may_clear, Keep keep) {

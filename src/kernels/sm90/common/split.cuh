@@ -1,14 +1,14 @@
-// Blocks cut into splits: each split leaves its O and its row statistics, and the last to finish combines all in order,
-// so that the result does not depend on which one that is.
+// Blocks that are cut into splits: each split stores its O and its row statistics, and the last one to finish combines
+// all of them in order, so that the result does not depend on which one is last.
 #pragma once
 #include "attention/softmax.cuh"
 #include "sm90/common/work_tiles.cuh"
 
-// Floats, 128 apart, after each other: O, two shifts, two sums.
+// A partial result of a thread: O, two shifts and two sums, as floats at a distance of 128.
 enum : int { kPartialShift = kValueDim / 2, kPartialSum = kPartialShift + 2 };
 
-// Leaves this strip's partial result. True in the split that finishes last, with all of them in `rows` and `O`.
-// `barrier` is a named barrier of the warpgroup, `flag` an int in shared memory of its own.
+// Stores the partial result of this strip. Returns true in the split that finishes last, with the combined result in
+// `rows` and `O`. `barrier` is a named barrier of the warpgroup, `flag` an int in shared memory that only it uses.
 __device__ __forceinline__ bool combine_splits(const AttentionParams& p, const Place& place, Rows& rows,
                                               float (&O)[kValueDim / 2], u32 barrier, u32 flag) {
   if (place.split < 0) return true;

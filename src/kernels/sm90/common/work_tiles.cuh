@@ -1,5 +1,5 @@
-// The q tiles of a forward call, from the arguments of its kernel, and what a view says of one. Where the heads of a
-// group share blocks (kSharesBlocks), the head of a q tile is the first of them.
+// The q tiles of a forward call, from the arguments of its kernel, and their places in a View. If the heads of a group
+// share blocks (kSharesBlocks), the head of a q tile is the first of them.
 #pragma once
 #include "device/schedule.cuh"
 
@@ -10,7 +10,7 @@ __device__ __forceinline__ QTile q_tile_of(const AttentionParams& p, int number)
   return tile;
 }
 
-// What of a view the end of a q tile needs, from shared memory.
+// The part of a View in shared memory that the end of a q tile needs.
 __device__ __forceinline__ Place load_place(u32 view) {
   return load_shared_struct_uniform<Place>(view + sizeof(KeyWalk));
 }
