@@ -27,21 +27,22 @@
 namespace fulgur::cpu {
 namespace {
 
-/// A part of the work of a kv head, [begin, end): rows of a block, or keys that leave `states`.
+/// A task of a kv head: the rows [begin, end) of a block, or, if it decodes, the keys [begin, end),
+/// whose results go to `states`.
 struct Item {
   int64_t b, kv, begin, end;
   int64_t work = 0;         // an estimate
-  float* states = nullptr;  // decode
+  float* states = nullptr;  // null unless the task decodes
 };
 
-/// The states that the parts of a run of kv heads left, to be merged.
+/// A merge of the states of all parts of the keys of consecutive kv heads.
 struct Merge {
   int64_t b, kv;
   const float* states;
   int64_t parts;
 };
 
-/// One call.
+/// The computation of one call.
 template <class Args>
 class Work {
  public:
@@ -85,7 +86,7 @@ class Work {
       if (!plan_.decodes(t)) return cut_rows(t, &items);
       if (t.kv % plan_.decode_heads == 0) cut_keys(t, decoded, &states, &items, &merges);
     });
-    // The longest first: what is left at the end is short.
+    // The longest tasks first, so that threads end at about the same time.
     std::stable_sort(items.begin(), items.end(),
                      [](const Item& x, const Item& y) { return x.work > y.work; });
     each(static_cast<int64_t>(items.size()), [&](int64_t i) {
@@ -117,7 +118,7 @@ class Work {
   }
 
  private:
-  /// Binds the tensors of expressions, and looks at what masks hide of the tiles of each sequence.
+  /// Binds the tensors of expressions, and finds which tiles of each sequence their mask hides.
   void bind(const expression::StagedGraph& graph) {
     bound_ = p_.expressions.bound(args_.tensors);
     expressions_.emplace(GivenExpressions{.graph = graph, .tensors = {}});
@@ -143,8 +144,8 @@ class Work {
     parallel_for(n, plan_.threads, body);
   }
 
-  /// Calls add(task) for every kv head of every sequence of which something is written: with no
-  /// rows there may be any number of heads.
+  /// Calls add(task) for every kv head of every sequence that has results. Sequences without rows
+  /// may have any number of heads.
   template <class Add>
   void each_head(const Add& add) const {
     for (int64_t b = 0; b < p_.batch; ++b) {
@@ -154,7 +155,7 @@ class Work {
     }
   }
 
-  /// Keys of all decode tasks together.
+  /// The sum of the keys of all decode tasks.
   int64_t keys_to_decode() const {
     int64_t sum = 0;
     each_head([&](const Task& t) {
@@ -187,12 +188,12 @@ class Work {
   }
 
   void gradients() const {
-    float* const D = shared_;  // [batch, hk, group * sq] of the longest sequence
+    float* const D = shared_;  // [batch, hk, group * sq], with sq of the longest sequence
     const auto D_of = [&](const Task& t) {
       return D + (p_.packed ? t.s.q_begin * p_.hq : t.b * p_.sq * p_.hq) + t.kv * t.rows();
     };
 
-    std::vector<Item> heads, blocks;  // whole, and in blocks of rows
+    std::vector<Item> heads, blocks;  // kv heads, and the blocks of their rows
     each_head([&](const Task& t) {
       heads.push_back({t.b, t.kv, 0, t.rows()});
       cut(heads.back(), [&](const Item& block) { blocks.push_back(block); });
@@ -204,7 +205,8 @@ class Work {
 
     if (p_.has(Arg::kDsinks)) sink_gradients(D_of);
 
-    // Tasks that add to the same elements of dbias come in rounds, one after the other.
+    // Tasks that add to the same elements of dbias are in different rounds, which follow each
+    // other.
     std::map<int64_t, std::vector<Item>> rounds;
     for (const Item& head : heads) rounds[round_of(head)].push_back(head);
     for (const auto& [number, round] : rounds) key_gradients(round, D_of);
@@ -216,7 +218,7 @@ class Work {
     return (p_.dbias.batch == 0 ? head.b * kv_heads : 0) + head.kv % kv_heads;
   }
 
-  /// dK and dV, what the bias gets, and dQ of whole heads.
+  /// Computes dK, dV, dQ and dbias of kv heads.
   template <class Rows>
   void key_gradients(const std::vector<Item>& heads, const Rows& D_of) const {
     const int64_t splits = plan_.splits;
@@ -237,7 +239,7 @@ class Work {
     const int64_t tasks = static_cast<int64_t>(heads.size()) * splits;
     if (!p_.expressions.wants_gradients()) {
       each(tasks, [&](int64_t i) { compute(i, nullptr); });
-    } else {  // each sum has its own tasks, in their order, so that it has the same bits every time
+    } else {  // each sum always has the same tasks, in the same order, so that its bits do not vary
       each(sums_, [&](int64_t sum) {
         for (int64_t i = sum; i < tasks; i += sums_) {
           compute(i, tensor_sums_.get() + sum * sum_doubles_);
@@ -245,7 +247,7 @@ class Work {
       });
     }
     if (splits == 1 || !p_.wants_dq()) return;
-    std::vector<Item> blocks;  // `work` is the place among the heads
+    std::vector<Item> blocks;  // `work` is the index of the head
     for (int64_t i = 0; i < static_cast<int64_t>(heads.size()); ++i) {
       cut(heads[i], [&](Item block) {
         block.work = i;
@@ -285,7 +287,7 @@ class Work {
     });
   }
 
-  /// Zeros where the gradient of the bias is added up.
+  /// Zeros the sums of dbias, which may be dbias itself.
   void clear_dbias() const {
     if (plan_.dbias_sums > 0) {
       const int64_t block = kRowBlock * kBc;
@@ -308,7 +310,7 @@ class Work {
     });
   }
 
-  /// dbias of its sums; 0 for rows and keys that no sequence has.
+  /// Rounds the sums to dbias, with 0 for rows and keys that no sequence has.
   void round_dbias() const {
     const auto& strides = args_.dbias.strides;
     const Problem::Bias& own = plan_.dbias;
@@ -323,8 +325,8 @@ class Work {
     });
   }
 
-  /// Zeros for the gradients of the tensors of expressions: a sum for each thread, but that they
-  /// take no more than so much memory.
+  /// Zeros the sums of the gradients of the tensors of expressions: a set for each thread, or fewer
+  /// where these would exceed kMaxSumDoubles.
   void clear_tensor_sums() {
     for (const TensorBinding& t : bound_) {
       expressions_->sums.push_back(sum_doubles_);
@@ -353,8 +355,7 @@ class Work {
     }
   }
 
-  /// dsink_h = sum of P_sink (dLSE - rowsum(dO o O)) over the rows of head h, in their order and in
-  /// f64.
+  /// dsink_h = sum of P_sink (dLSE - rowsum(dO o O)) over the rows of head h, in order and in f64.
   template <class Rows>
   void sink_gradients(const Rows& D_of) const {
     const auto* lse = static_cast<const float*>(args_.lse.data);
@@ -420,7 +421,7 @@ class CpuExecutable final : public Executable {
   }
 
   Estimate estimate(const std::vector<Sequence>& lengths) const override {
-    if (p_.expressions.given()) return {};  // nobody knows how much they hide
+    if (p_.expressions.given()) return {};  // it is unknown which scores they hide
     const Cost cost = cost_of(plan_, k_, p_, lengths);
     if (cost.tasks == 0) return {};
     const double busy = std::min<double>(plan_.threads, std::ceil(cost.tasks));

@@ -18,8 +18,8 @@ double of_dims(const Speeds::OfDims& speed, const Problem& p) {
   return std::max(p.d, p.dv) <= 64 ? speed.narrow : speed.wide;
 }
 
-/// Scores that take as long as those of a head do, and what its rows take besides: a panel of rows
-/// visits tiles of keys whole.
+/// The work of a head in scores: those of the whole tiles that its panels visit, and the cost of
+/// its rows apart from their keys.
 double computed_scores(const Problem& p, const Kernels& k, const Sequence& s) {
   double n = static_cast<double>(s.sq * k.row_keys);
   for (int64_t i = 0; i < s.sq; i += k.panel_rows) {
@@ -32,7 +32,8 @@ double computed_scores(const Problem& p, const Kernels& k, const Sequence& s) {
   return n;
 }
 
-/// How many times as long blocks take as full ones, which pack their keys for more rows.
+/// The ratio of the time a row of these blocks takes to that in full blocks, which share the
+/// packing of keys among more rows.
 double packing(const CpuPlan& plan, const Kernels& k, int64_t rows) {
   const auto taken = [&](int64_t block_rows) {
     return 1 + static_cast<double>(k.packing_rows) / static_cast<double>(block_rows);
@@ -40,7 +41,7 @@ double packing(const CpuPlan& plan, const Kernels& k, int64_t rows) {
   return taken(std::min(plan.block_rows, rows)) / taken(k.panels * k.panel_rows);
 }
 
-/// Keys of the parts of all sequences that are decoded.
+/// The sum of the keys of all decode tasks.
 int64_t keys_to_decode(const CpuPlan& plan, const Problem& p,
                        const std::vector<Sequence>& lengths) {
   int64_t sum = 0;
@@ -65,7 +66,7 @@ Cost cost_of(const CpuPlan& plan, const Kernels& k, const Problem& p,
   const bool forward = p.pass == Pass::kForward;
   const auto hq = static_cast<double>(p.hq), hk = static_cast<double>(p.hk);
   const double flops = flops_per_score(p), sequences = p.alike() ? static_cast<double>(p.batch) : 1;
-  // Of a key of a kv head, and its gradient.
+  // The bytes of a key of a kv head in k and v. Its gradients have as many.
   const auto element = static_cast<double>(bytes_of(p.dtypes.k, p.d) + bytes_of(p.dtypes.v, p.dv));
   const int64_t all_keys = forward ? keys_to_decode(plan, p, lengths) : 0;
   Cost cost;
@@ -110,8 +111,8 @@ Peaks peaks_of(int threads) {
 Estimate estimate(const Cost& cost, const Peaks& peaks) {
   const double products = cost.as_fma / (peaks.fma * peaks.threads);
   const double reading = cost.bytes / peaks.read;
-  // Reads overlap with products, and these after reads, the less the nearer they are to each other;
-  // decoding was measured to take about this.
+  // Reads and products overlap, but less so the closer their times are. Measured times of decoding
+  // are close to this.
   const double seconds = std::hypot(products, reading);
   const std::string takes =
       fmt::format("{} {}", cost.at_least ? "at least" : "about", duration(seconds));

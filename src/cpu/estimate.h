@@ -11,30 +11,32 @@
 
 namespace fulgur::cpu {
 
-/// What a call takes.
+/// The work of a call.
 struct Cost {
   double flops = 0;       ///< of the visible scores
-  double as_fma = 0;      ///< that multiply-adds at their peak do in the time that these take
+  double as_fma = 0;      ///< the flops that multiply-adds at their peak do in the same time
   double bytes = 0;       ///< of the rows that are read and written, each counted once
-  double tasks = 0;       ///< to be shared out to threads
-  bool at_least = false;  ///< softcap or dropout take longer than what was measured
+  double tasks = 0;       ///< that threads share
+  bool at_least = false;  ///< a minimum: softcap and dropout take time that was not measured
 };
 
-/// Of sequences of these lengths; of `batch` of the one length where all are alike.
+/// The cost of sequences of these lengths, or of `batch` sequences of the one length if all are
+/// alike.
 Cost cost_of(const CpuPlan& plan, const Kernels& kernels, const Problem& problem,
              const std::vector<Sequence>& lengths);
 
-/// What some threads of this machine can do at most.
+/// The peak rates of a number of threads of this machine.
 struct Peaks {
   int threads = 1;
-  double fma = 0;   ///< flops per second of each: multiply-adds of f32 on the engine's vectors
-  double read = 0;  ///< bytes per second that all together read from memory
+  double fma = 0;  ///< flops per second of one thread: multiply-adds of f32 on the engine's vectors
+  double read = 0;  ///< bytes per second that all threads together read from memory
 };
 
-/// Measures, in some 10 to 40 ms, when first asked for so many threads.
+/// The peaks of so many threads. The first call for a number of threads measures them, in 10 to
+/// 40 ms.
 Peaks peaks_of(int threads);
 
-/// How long a call takes and what binds it.
+/// The expected time of a call, and whether products or memory bind it.
 Estimate estimate(const Cost& cost, const Peaks& peaks);
 
 }  // namespace fulgur::cpu

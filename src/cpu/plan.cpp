@@ -14,18 +14,18 @@
 namespace fulgur::cpu {
 namespace {
 
-constexpr int64_t kMinPartKeys = 4 * kBc;  // below, merging costs more than it gains
+constexpr int64_t kMinPartKeys = 4 * kBc;  // merging smaller parts costs more than it gains
 constexpr int64_t kInvariantPartKeys = 1024;
 constexpr double kMaxBf16Scale = 0x1p64;  // paths of bf16 take products below 2^-126 for 0
 constexpr int64_t kMaxDecodeHeads = 16;   // a tile of so many heads still fits the L2 cache
 constexpr int64_t kStreamedBytes = 4096;  // the hardware's prefetching keeps up with such runs
 
-/// At most so many sequences have a query: where packed ones are empty there may be any number.
+/// The maximum number of sequences that have a query: any number of packed sequences may be empty.
 int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total_q); }
 
-/// Adds what it takes to decode sequences of at most `rows` rows a kv head.
+/// Plans to decode sequences of at most `rows` rows a kv head.
 void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan) {
-  // Heads that lie side by side are read together, in the order of memory.
+  // Heads of a key that are contiguous are read together, in the order of memory.
   if (std::abs(p.k.head) < std::abs(key_stride(p, p.k))) {
     plan.decode_heads = p.hk;
     while (plan.decode_heads > kMaxDecodeHeads && plan.decode_heads % 2 == 0) {
@@ -56,8 +56,8 @@ void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan
   plan.shared = parts * plan.decode_heads * rows * (p.dv + 2);
 }
 
-/// What blocks of so many rows take the thread that ends last, in rows times keys: the longest come
-/// first, and each packs its keys.
+/// The time until the last thread ends with blocks of so many rows, in rows times keys. Threads
+/// take the longest blocks first, and each block packs its keys.
 double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t block_rows) {
   const Sequence whole = whole_sequence(p);
   const int64_t rows = p.group() * p.sq;
@@ -72,7 +72,7 @@ double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t b
                      static_cast<double>(k.packing_rows) * last);
   }
   std::sort(blocks.begin(), blocks.end(), std::greater<>());
-  std::vector<double> busy(threads, 0.0);  // a heap, whose first thread is done first
+  std::vector<double> busy(threads, 0.0);  // a heap: the thread that ends first is at its top
   for (const double block : blocks) {
     for (int64_t head = 0; head < p.batch * p.hk; ++head) {
       std::pop_heap(busy.begin(), busy.end(), std::greater<>());
@@ -83,7 +83,7 @@ double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t b
   return *std::max_element(busy.begin(), busy.end());
 }
 
-/// Adds what it takes to compute blocks of rows.
+/// Plans to compute blocks of rows.
 void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                  CpuPlan& plan) {
   // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
@@ -92,7 +92,7 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   // nothing out. Where lengths are known only when the plan runs, four blocks a thread will do.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
   const auto few = [&](int64_t block_rows, int64_t tasks) {
-    // A double, as so many packed sequences may be empty but one.
+    // In double, because the number of packed sequences, most of them empty, may be huge.
     return plan.threads > 1 &&
            static_cast<double>(heads) * static_cast<double>(ceil_div(rows, block_rows)) <
                static_cast<double>(tasks * plan.threads);
@@ -101,11 +101,11 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   if (!p.alike()) {
     while (plan.block_rows > k.panel_rows && few(plan.block_rows, 4)) plan.block_rows /= 2;
   } else if (few(max_rows, 4)) {
-    double least = time_of_blocks(p, k, plan.threads, max_rows);
+    double min_time = time_of_blocks(p, k, plan.threads, max_rows);
     for (int64_t r = max_rows / 2; r >= k.panel_rows && few(2 * r, 8); r /= 2) {
       const double time = time_of_blocks(p, k, plan.threads, r);
-      if (time >= least) continue;
-      least = time;
+      if (time >= min_time) continue;
+      min_time = time;
       plan.block_rows = r;
     }
   }
@@ -118,10 +118,10 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
 
 void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                   CpuPlan& plan) {
-  // A part of a longer sequence is computed as that is, whose bits it has.
+  // A part of a longer sequence is computed as the whole sequence is, so that it has the same bits.
   const bool too_long = p.invariant && p.group() * p.origin.queries > k.decode_rows;
   plan.decode_rows = p.expressions.given() || too_long ? 0 : k.decode_rows;
-  // Packed sequences may be short with a long one, and so may those of seqused_q.
+  // Packed sequences, and those of seqused_q, may be shorter than the longest.
   const int64_t rows = p.group() * p.sq;
   const int64_t min_rows = p.packed || p.has(Arg::kSeqUsedQ) ? p.group() : rows;
   const bool decode = min_rows <= plan.decode_rows, blocks = rows > plan.decode_rows;
@@ -139,8 +139,8 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
   }
 }
 
-/// Where the gradient of the bias is added up: in dbias itself, but where elements of 16 bits have
-/// several parts.
+/// Plans where dbias is summed: in dbias itself, or in floats if it is of 16 bits and its elements
+/// are sums of several parts.
 void plan_bias_gradient(const Problem& p, CpuPlan& plan) {
   plan.dbias = p.dbias;
   const auto sums = [](int64_t stride, int64_t size) { return stride == 0 && size > 1; };
@@ -165,10 +165,10 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   const bool wants_dbias = p.has(Arg::kDbias);
   const int64_t batch = wants_dbias && p.dbias.batch == 0 ? 1 : p.batch;
   const int64_t kv_heads = wants_dbias && p.dbias.head == 0 ? 1 : p.hk;
-  // More than threads are as good as any number, which might be too large to multiply.
+  // More sequences than threads need no splits, and their number might overflow in a product.
   const int64_t heads = std::max<int64_t>(1, std::min<int64_t>(batch, plan.threads) * kv_heads);
-  // A split adds a dQ accumulator of the whole sequence: no more of them than keep all threads
-  // busy.
+  // Each split needs a dQ accumulator of the whole sequence, so there are only as many splits as
+  // keep all threads busy.
   const bool sums_keys = wants_dbias && p.dbias.key == 0;
   if (!p.invariant && !sums_keys && heads < plan.threads) {
     plan.splits = std::min<int64_t>(ceil_div(plan.threads, heads),
@@ -182,7 +182,7 @@ void plan_backward(const Problem& p, const Kernels& k, CpuPlan& plan) {
   if (wants_dbias) plan_bias_gradient(p, plan);
 }
 
-/// How a tile of K lies in pages, and what that costs.
+/// A sentence on how a tile of K lies in pages, and what that costs.
 std::string describe_pages(const CpuPlan& plan, const Problem& p) {
   const int64_t rows = std::min(p.cache.page, kBc), row = bytes_of(p.dtypes.k, p.d);
   const int64_t heads = p.k.head == p.d ? plan.decode_heads : 1;
@@ -209,9 +209,9 @@ std::string names_of(const OperandTypes& dtypes) {
 }  // namespace
 
 int64_t CpuPlan::part_keys(int64_t keys, int64_t all_keys) const {
-  const int64_t most = parts == 0 ? min_part : std::max(min_part, ceil_div(all_keys, parts));
-  const int64_t count = std::max<int64_t>(1, ceil_div(keys, most));
-  return ceil_div(ceil_div(keys, count), kBc) * kBc;  // as even as tiles let them be
+  const int64_t max_keys = parts == 0 ? min_part : std::max(min_part, ceil_div(all_keys, parts));
+  const int64_t count = std::max<int64_t>(1, ceil_div(keys, max_keys));
+  return ceil_div(ceil_div(keys, count), kBc) * kBc;  // equal parts, rounded up to tiles
 }
 
 KeyRange decoded_keys(const Mask& mask, const Sequence& s) {

@@ -14,48 +14,48 @@ namespace fulgur::cpu {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /// Every decision of the CPU engine about a problem. A sequence of few rows is decoded: a task is a
-/// part of its keys, and the parts are merged afterwards. Of any other sequence, a task of the
-/// forward pass is a block of rows over all their keys; a task of the backward pass is every
-/// `splits`-th group of key tiles, over all rows.
+/// part of its keys, and the results of the parts are merged afterwards (split-KV). For any other
+/// sequence, a task of the forward pass is a block of rows over all their keys, and a task of the
+/// backward pass is every `splits`-th group of key tiles, over all rows.
 struct CpuPlan {
   int threads = 1;
   int64_t Br = 0;            ///< rows of a panel: a tile is a panel and Bc keys
   int64_t Bc = kBc;          ///< keys of a tile
-  int64_t block_rows = 0;    ///< forward: rows of a block, a number of panels
-  int64_t decode_rows = 0;   ///< forward: the most rows a kv head of a sequence that is decoded
-  int64_t decode_heads = 1;  ///< kv heads of a task of a sequence that is decoded
-  int64_t min_part = 0;      ///< the fewest keys of such a task
-  int64_t parts = 0;         ///< so many such tasks are wanted; 0: all have min_part keys
+  int64_t block_rows = 0;    ///< forward: rows of a block, a multiple of those of a panel
+  int64_t decode_rows = 0;   ///< forward: sequences of at most so many rows a kv head are decoded
+  int64_t decode_heads = 1;  ///< kv heads of a decode task
+  int64_t min_part = 0;      ///< the minimum keys of a decode task
+  int64_t parts = 0;         ///< the decode tasks to aim for; 0: each task has min_part keys
   int64_t splits = 1;        ///< backward: tasks of a kv head
-  int64_t scratch = 0;       ///< floats of a thread
-  int64_t expressions = 0;   ///< where among them the values of expressions lie
-  int64_t shared = 0;        ///< floats of decoded states, or of D and dQ accumulators
-  int64_t dq_offset = 0;     ///< backward: where the accumulators start, on a cache line
-  int64_t dbias_offset = 0;  ///< backward: where sums of the gradient of the bias start
-  int64_t dbias_sums = 0;    ///< so many floats; 0: dbias itself takes them
-  Problem::Bias dbias;       ///< where the sums lie, there or in dbias
+  int64_t scratch = 0;       ///< floats of the scratch of a thread
+  int64_t expressions = 0;   ///< the offset in the scratch of the values of expressions
+  int64_t shared = 0;        ///< floats that threads share: decode states, or D and dQ accumulators
+  int64_t dq_offset = 0;     ///< backward: the offset of the dQ accumulators, on a cache line
+  int64_t dbias_offset = 0;  ///< backward: the offset of the sums of dbias
+  int64_t dbias_sums = 0;    ///< the number of these sums; 0: they are made in dbias itself
+  Problem::Bias dbias;       ///< the strides of the sums, there or in dbias
   bool operator==(const CpuPlan&) const = default;
 
   bool decodes(const Task& task) const { return task.rows() <= decode_rows; }
-  /// Keys of the parts of a sequence that is decoded and has `keys` keys, where all tasks of one
-  /// part a sequence would have `all_keys`; the last part may have fewer.
+  /// The keys of each part of a sequence of `keys` keys that is decoded; the last part may have
+  /// fewer. `all_keys` is the sum of the keys of all decode tasks if no sequence is cut into parts.
   int64_t part_keys(int64_t keys, int64_t all_keys) const;
   int64_t workspace_bytes() const { return 4 * (threads * scratch + shared); }
 };
 
-/// The keys that some row of a sequence to decode sees, from the begin of a tile on.
+/// The keys that some row of a sequence to decode sees, from the beginning of a tile on.
 KeyRange decoded_keys(const Mask& mask, const Sequence& s);
 
-/// The kernels for a problem. `rejected` takes the others of the machine and why not.
+/// The kernels for a problem. Adds the machine's other kernels to `rejected`, with the reasons.
 const Kernels& choose_kernels(const Problem& problem, std::vector<std::string>* rejected);
 
-/// Decides. `rejected` takes the alternatives and why not.
-/// `expressions`: the call's; null without.
+/// Plans a problem. Adds the alternatives to `rejected`, with the reasons. `expressions` are those
+/// of the call, or null.
 CpuPlan make_plan(const Problem& problem, int threads, const Kernels& kernels,
                   std::vector<std::string>* rejected,
                   const expression::StagedGraph* expressions = nullptr);
 
-/// The plan in sentences and as data.
+/// Describes the plan in sentences and as data.
 Explanation describe(const CpuPlan& plan, const Kernels& kernels, const Problem& problem);
 
 }  // namespace fulgur::cpu

@@ -12,7 +12,7 @@
 #include "cpu/kernels/amx.h"
 #include "fulgur/error.h"
 
-// For which targets, cmake/highway.cmake says.
+// cmake/highway.cmake selects the targets.
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "cpu/kernels/dispatch.cpp"
 #include <hwy/foreach_target.h>
@@ -31,10 +31,10 @@
 #ifndef FULGUR_CPU_KERNELS_OF
 #define FULGUR_CPU_KERNELS_OF
 namespace fulgur::cpu {
-/// The table of a Highway target; null for one that this build lacks.
+/// The table of kernels of a Highway target; null if this build lacks the target.
 template <int64_t kTarget>
 constexpr const Kernels& (*kTableOf)() = nullptr;
-/// Its paths of bf16 and f16: tiles and dot products; null where there are none.
+/// The tables of its paths of bf16 and f16: tiles and dot products; null if it has none.
 template <int64_t kTarget>
 constexpr const Kernels& (*kTilesOf)() = nullptr;
 template <int64_t kTarget>
@@ -47,11 +47,12 @@ constexpr const Kernels& (*kDotsOf)() = nullptr;
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-// What `explain` expects by. Speeds are medians of the reports in docs/performance/cpu, rounded, of
-// 1k to 8k rows; what decoding reaches is fitted to docs/kernels/cpu_decode.md. row_keys come from
-// the reports' 128 to 512 rows; those of f16 on tiles are taken to cost as much time as bf16's.
-// There is no report of AVX2 and SSE4, which have half of the registers: theirs are the best times
-// of one thread of a busy Zen 3, of 1k and 2k rows, SSE4's of 1k. NEON was not measured.
+// The speeds from which `explain` estimates times. They are rounded medians of the reports in
+// docs/performance/cpu, for 1k to 8k rows; the speed of decoding is fitted to
+// docs/kernels/cpu_decode.md. row_keys come from the reports' 128 to 512 rows, where a row of f16
+// on tiles is assumed to take the time of one of bf16. There is no report of AVX2 and SSE4, which
+// have half of the registers: theirs are the best times of one thread of a busy Zen 3, with 1k and
+// 2k rows, and 1k rows for SSE4. NEON was not measured.
 constexpr Speeds kVectorSpeeds = HWY_TARGET == HWY_SSE4   ? Speeds{{0.42, 0.44}, {0.46, 0.47}, 0.5}
                                  : HWY_TARGET == HWY_AVX2 ? Speeds{{0.73, 0.79}, {0.74, 0.75}, 0.5}
                                                           : Speeds{{0.81, 0.85}, {0.8, 0.82}, 0.6};
@@ -83,7 +84,7 @@ const Kernels& table() {
 }
 
 #if HWY_TARGET == HWY_AVX3
-/// What the products have no part in, vectors do.
+/// The kernels of a path of bf16 or f16. Vectors compute what has no products of bf16.
 template <class Products, int kParts, class BiasedProducts>
 Kernels kernels_on(const char* target, int64_t packing_rows, int64_t row_keys,
                    const Speeds& speeds) {
@@ -108,8 +109,8 @@ const Kernels& tile_table() {
     Kernels k = kernels_on<TileProducts<Amx, kPartsOfBF16>, kPartsOfBF16,
                            TileProducts<Amx, kPartsOfBF16, true>>("AMX", kAmxPackingRows, 120,
                                                                   {{4.3, 5.1}, {2.95, 3.6}, 1.0});
-    k.decode_rows = kTileDecodeRows;
-    k.decode_on_vectors = kTileDecodeLeast;
+    k.decode_rows = kMaxTileDecodeRows;
+    k.decode_on_vectors = kMinTileDecodeRows;
     k.decode_scratch = tile_decode_scratch;
     k.decode = tile_decode<TileProducts<Amx, kPartsOfBF16>>;
     return k;
@@ -158,13 +159,13 @@ HWY_EXPORT(table);
 
 namespace {
 
-/// What users may force.
+/// The vectors of an instruction set, which users may force by name.
 struct Target {
   std::string_view name;
   int64_t bit;
   const Kernels& (*table)();
 
-  // Highway's own choice stays as it is: other parts of the process may compute by it.
+  // Does not change Highway's global choice of a target, which other code of the process may use.
   bool here() const { return table != nullptr && (bit & hwy::SupportedTargets()) != 0; }
 };
 constexpr Target kTargets[] = {{"sse4", HWY_SSE4, kTableOf<HWY_SSE4>},
@@ -179,7 +180,8 @@ std::string dots_unavailable() {
   return "this CPU has no dot products of bf16";
 }
 
-/// Intel's multiply at half the rate of its FMA, AMD's at twice (docs/kernels/tiles.md).
+/// Intel's CPUs make dot products at half the rate of their FMA, AMD's at twice the rate
+/// (docs/kernels/tiles.md).
 std::string dots_slower() {
 #if HWY_ARCH_X86
   if (__builtin_cpu_is("intel")) return "on Intel's CPUs they are slower than vectors";
@@ -187,15 +189,15 @@ std::string dots_slower() {
   return {};
 }
 
-/// A path of bf16, which users may force, too.
+/// A path of bf16, which users may force by name.
 struct Bf16Target {
   Target target;
-  const Kernels& (*f16)();  // null where f16 is faster on vectors
+  const Kernels& (*f16)();  // null if f16 is faster on vectors
   std::string_view path;
-  std::string (*lacking)();  // why not, on a machine that has the target
-  std::string (*slower)();   // why it is taken only where it is forced; empty where it need not be
+  std::string (*lacking)();  // why a machine that has the target lacks the path; empty if it has it
+  std::string (*slower)();   // why the path is used only if it is forced; empty if it need not be
 
-  /// Why it is not there; empty where it is.
+  /// Why the path is not available; empty if it is.
   std::string unavailable() const {
     return target.here() ? lacking() : "this build or machine lacks AVX-512";
   }

@@ -1,4 +1,4 @@
-// Multiply-adds that do nothing else, for each instruction set.
+// A probe of the rate of multiply-adds, for each instruction set.
 #if defined(FULGUR_CPU_PROBES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_PROBES_INL_H_
 #undef FULGUR_CPU_PROBES_INL_H_

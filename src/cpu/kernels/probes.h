@@ -11,14 +11,14 @@
 
 namespace fulgur::cpu {
 
-// Probes of what the machine can do at most, against which speeds are told and expected. They stand
-// in headers, because the library and the benchmarks have them both.
+// Probes of the machine's peak rates, which reports compare speeds with and estimates are made
+// from. They are headers because both the library and the benchmarks use them.
 
-/// How much a probe does.
+/// The amount of work of a probe.
 struct Effort {
   int64_t fma_rounds, read_bytes;
 };
-constexpr Effort kBrief = {50'000, int64_t{16} << 20};       ///< some 20 ms, for one who waits
+constexpr Effort kBrief = {50'000, int64_t{16} << 20};  ///< about 20 ms, for a caller who waits
 constexpr Effort kThorough = {500'000, int64_t{256} << 20};  ///< ten times as much
 
 inline double probe_clock() {
@@ -27,9 +27,9 @@ inline double probe_clock() {
 
 constexpr int kProbeRuns = 16;
 
-/// What `threads` threads do in a second all together: each prepares, waits for the others, and
-/// does run(thread, i), which returns how much it did, several times. The median of each thread's
-/// rates counts, so that what else runs on the machine for a while does not.
+/// The rate of `threads` threads together, per second. Each thread prepares, waits for the others,
+/// and calls run(thread, i), which returns the amount of work it did, several times. The sum of the
+/// medians of the threads' rates is not changed by other processes that run for a short while.
 template <class Prepare, class Run>
 double rate_of_threads(int threads, const Prepare& prepare, const Run& run) {
   double sum = 0;
@@ -66,9 +66,9 @@ inline double fma_rate(double (*fma_rounds)(int64_t rounds, float* sink), int th
       threads, [&](int thread) { run(thread, 0); }, run);
 }
 
-constexpr int64_t kLineWords = 8;  // of a cache line
+constexpr int64_t kLineWords = 8;  // words of a cache line
 
-/// Has no cache keep the words: the next read of them comes from memory.
+/// Evicts the words from all caches, so that the next read comes from memory.
 inline void flush(const uint64_t* words, int64_t n) {
   for (int64_t i = 0; i < n; i += kLineWords) {
 #if defined(__aarch64__)
@@ -94,12 +94,12 @@ inline uint64_t read_lines(const uint64_t* words, int64_t n) {
 
 /// Bytes per second that `threads` threads read from memory.
 inline double read_rate(int threads, const Effort& effort) {
-  constexpr int64_t kMin = 1 << 15;  // words of a run: streams of 64 KiB
+  constexpr int64_t kMin = 1 << 15;  // words of a run at least: streams of 64 KiB
   const int64_t wanted = effort.read_bytes / (int64_t{sizeof(uint64_t)} * kProbeRuns * threads);
   const int64_t words = std::max(kMin, wanted / kMin * kMin), all = kProbeRuns * words;
   const auto data = std::make_unique_for_overwrite<uint64_t[]>(threads * all);
   const auto prepare = [&](int thread) {
-    // Written, so that every page exists, near the thread that will read it.
+    // Writing allocates every page, near the thread that will read it.
     std::fill_n(&data[thread * all], all, 1);
     flush(&data[thread * all], all);
   };

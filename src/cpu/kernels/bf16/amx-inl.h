@@ -1,14 +1,14 @@
 // The matrix product of bf16 on tiles of 16 rows of 64 bytes (Intel's AMX), and how its operands
 // are packed, for dot-inl.h, too. A product step is C [16][16] += A [16][32] B [32][16]. A tile of
 // A is row-major. A tile of B has the rows of B in pairs, since 32 bits hold two values of the
-// summed index: [16 pairs][16 columns][2]. The parts of elements (parts-inl.h) have tiles of their
-// own, one after the other along the summed index, so that a product of f16 is one of bf16 with
-// three times the steps.
-#if defined(FULGUR_CPU_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef FULGUR_CPU_TILE_INL_H_
-#undef FULGUR_CPU_TILE_INL_H_
+// summed index: [16 pairs][16 columns][2]. The parts of elements (operands-inl.h) have tiles of
+// their own, one after the other along the summed index, so that a product of f16 is one of bf16
+// with three times the steps.
+#if defined(FULGUR_CPU_AMX_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_AMX_INL_H_
+#undef FULGUR_CPU_AMX_INL_H_
 #else
-#define FULGUR_CPU_TILE_INL_H_
+#define FULGUR_CPU_AMX_INL_H_
 #endif
 
 #include "cpu/kernels/bf16/operands-inl.h"
@@ -29,19 +29,19 @@ constexpr int64_t kTileSize = kTileRows * kTileDepth;
 constexpr int64_t steps_of(int64_t n) { return (n + kTileDepth - 1) / kTileDepth; }
 constexpr int64_t blocks_of(int64_t n) { return (n + kTileRows - 1) / kTileRows; }
 
-/// The instructions. Tile registers are named by number; the compiler keeps nothing in them. An
-/// assembler that knows them is all that they need, and a clobber of memory keeps what is packed
-/// before its loads.
+/// The instructions of AMX as inline assembly, which needs only an assembler that knows them. The
+/// compiler does not allocate tile registers, which have numbers here. The clobber of memory keeps
+/// stores of packed operands before the loads of tiles.
 struct Amx {
-  /// The tile registers of this thread, of 16 rows of 64 bytes, for a scope.
+  /// Configures the tile registers of this thread, of 16 rows of 64 bytes, for a scope.
   class Session {
    public:
     Session() { configure({}); }
     ~Session() { asm volatile("tilerelease" : :); }
     Session(const Session&) = delete;
     Session& operator=(const Session&) = delete;
-    /// From now on tiles of C and A have so many rows, and those of C and B so many columns, 16 at
-    /// most. No register keeps what it has.
+    /// Sets the rows of the tiles of C and A and the columns of those of C and B, at most 16. The
+    /// registers lose their contents.
     void shape(int64_t rows, int64_t columns) {
       Config config;
       std::fill_n(config.rows, 6, static_cast<uint8_t>(rows));
@@ -64,12 +64,12 @@ struct Amx {
   static HWY_INLINE void zero() {
     asm volatile("tilezero %%tmm%c0" : : "i"(kTile));
   }
-  /// `stride`: bytes from a row to the next.
+  /// Loads a tile, whose rows are `stride` bytes apart.
   template <int kTile>
   static HWY_INLINE void load(const void* from, int64_t stride) {
     asm volatile("tileloadd (%1,%2,1), %%tmm%c0" : : "i"(kTile), "r"(from), "r"(stride) : "memory");
   }
-  /// The same past the L1 cache, where nothing has to make room.
+  /// Loads a tile without allocating lines in the L1 cache.
   template <int kTile>
   static HWY_INLINE void stream(const void* from, int64_t stride) {
     asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0"
@@ -101,7 +101,7 @@ struct Operand {
   const uint16_t* at(int64_t b, int64_t s) const { return data + b * block + s * step; }
 };
 
-/// The rows, columns and elements along the summed index of a product that are no padding.
+/// The size of a product without padding: rows, columns, and elements along the summed index.
 struct Extent {
   int64_t rows, columns, depth;
 };
@@ -115,27 +115,28 @@ struct Product {
   float* C;
   int64_t ldc;
   Extent there;
-  bool past_l1 = false;  ///< for tiles: neither A nor B is small enough to stay in the L1 cache
+  bool past_l1 = false;  ///< A and B are both too large for the L1 cache: tiles stream both
 };
 
-/// From a tile of columns of C to the next: 16 floats, or the tiles of 32 rows.
+/// The floats from a tile of C to the next tile of columns: 16, or 32 rows of 16 floats.
 template <bool kBiased>
 constexpr int64_t column_of() {
   return kBiased ? 2 * kTileRows * kTileRows : kTileRows;
 }
 
-/// Products on tiles, 2 x 2 tiles of C at a time. The registers of C are stored when the next block
-/// wants them, each after the loads for the first product that reuses it: a sum takes its time to
-/// be ready, and a store is slow. So what has been multiplied stands in memory after flush() alone.
-/// A, or B if kBiased, passes the L1 cache by, which keeps C and the other one. That of several
-/// parts is too large and does, too. If kBiased, C lies in columns of tiles (biased_forward-inl.h).
+/// Products on tiles, 2 x 2 tiles of C at a time. A register of C is stored only when the next
+/// block needs it, after the loads for the first product that reuses it, because a sum has a long
+/// latency and a store is slow. So C is complete in memory only after flush(). A, or B if kBiased,
+/// is loaded past the L1 cache, which keeps C and the other operand. An operand of several parts is
+/// too large to stay there, and is loaded likewise. If kBiased, C lies in columns of tiles
+/// (row_scores-inl.h).
 template <class Tiles, int kParts, bool kBiased = false>
 class TileProducts {
  public:
   using Session = typename Tiles::Session;
-  static constexpr bool kAtOnce = false;  // products may be put off
+  static constexpr bool kAtOnce = false;  // products that are put off are made later
 
-  /// At once. Nothing may be put off.
+  /// Makes a product at once. No product may be waiting.
   HWY_INLINE void multiply(const Product& p) {
     for (int64_t n = 0; n < p.columns; n += 2) {
       for (int64_t m = 0; m < p.rows; m += 2) {
@@ -144,16 +145,16 @@ class TileProducts {
     }
   }
 
-  /// Makes a product later, in steps of at most four products of tiles, between which other work
-  /// may be done. Two may wait; they have to stay where they are until finish().
+  /// Puts a product off: turn() makes it in steps of at most four products of tiles, and the caller
+  /// does other work in between. At most two products may wait, and must outlive finish().
   HWY_INLINE void put_off(const Product& p) {
     if (p.rows == 0) return;
     queue_[(first_ + waiting_++) % 2] = &p;
     left_ += (p.rows + 1) / 2 * ((p.columns + 1) / 2) * p.steps;
   }
-  /// Steps that are left.
+  /// The steps of the waiting products that are left.
   HWY_INLINE int64_t left() const { return left_; }
-  /// Turn `turn` of the kTurns in which the next step is made, if one is left.
+  /// Makes turn `turn` of the kTurns of the next step, if a step is left.
   template <int kTurns>
   HWY_INLINE void turn(int turn) {
     if (turn == 0) next_step();
@@ -204,12 +205,12 @@ class TileProducts {
     }
 
     int64_t left = 0;
-    const uint16_t *A, *B;  // of the next step
+    const uint16_t *A, *B;  // the tiles of the next step
     int64_t A_stride, B_stride, A_block, B_block, A_step, B_step;
     float* C;
     int64_t ldc;
     bool add, past_l1, first;
-    bool row, column;  // there is a second one
+    bool row, column;  // whether there is a second tile of rows, of columns
   };
 
   HWY_INLINE void next_step() {
@@ -237,12 +238,12 @@ class TileProducts {
     part<2>(block);
     part<3>(block);
   }
-  /// The product for register kPart of C. What streams is loaded with parts 0 and 2.
+  /// The product for register kPart of C. The operand that streams is loaded with parts 0 and 2.
   template <int kPart>
   HWY_INLINE void part(const Block& block) {
     constexpr int kRow = kBiased ? kPart % 2 : kPart / 2;
     constexpr int kColumn = kBiased ? kPart / 2 : kPart % 2;
-    // A block at an edge does not use, and so not store, every register.
+    // A block at an edge does not use every register, so it would not store all of them.
     if (kPart == 0 && block.first && !(block.row && block.column)) flush();
     if ((kRow == 1 && !block.row) || (kColumn == 1 && !block.column)) return;
     if constexpr (kRow == 0) {
@@ -277,20 +278,20 @@ class TileProducts {
     C_[kTile] = nullptr;
   }
 
-  float* C_[4] = {};  // where the sums in the registers belong
+  float* C_[4] = {};  // the addresses of the sums in the registers
   int64_t stride_[4] = {};
   const Product* queue_[2] = {};
   int64_t first_ = 0, waiting_ = 0;  // of the queue
-  int64_t left_ = 0;                 // steps
-  int64_t m_ = 0, n_ = 0;            // the next block of the queue's first: tiles of C
-  Block block_;                      // whose step turns make
-  bool active_ = false;              // there is one
+  int64_t left_ = 0;                 // steps of the products in the queue
+  int64_t m_ = 0, n_ = 0;            // the next block of the first product: its first tile of C
+  Block block_;                      // the block whose step turns make
+  bool active_ = false;              // whether there is such a block
 };
 
-/// What tiles and dot products make a difference of, among values that were packed.
+/// Properties of packed values that decide whether tiles and dot products may multiply them.
 class Census {
  public:
-  // Not a default member initializer: that would be compiled for the least of all CPUs.
+  // Not default member initializers, which are compiled for the baseline CPU.
   HWY_INLINE Census() : largest_(_mm512_setzero_si512()), smallest_(_mm512_set1_epi16(-1)) {}
   HWY_INLINE void add(__m512i halves) {
     const __m512i size = _mm512_and_si512(halves, _mm512_set1_epi16(0x7fff));
@@ -302,11 +303,12 @@ class Census {
   bool moderate() const {
     return _mm512_cmpge_epu16_mask(largest_, _mm512_set1_epi16(0x5380)) == 0;
   }
-  /// They take denormal numbers for 0.
+  /// Whether some are denormal. Tiles and dot products take these for 0.
   bool denormal() const { return _mm512_cmplt_epu16_mask(smallest_, _mm512_set1_epi16(0x7f)) != 0; }
 
  private:
-  __m512i largest_, smallest_;  // of size, of size - 1, so that 0 is the largest
+  // The maximum of the magnitudes, and the minimum of magnitude - 1, for which 0 is the largest.
+  __m512i largest_, smallest_;
 };
 
 /// The first n of a vector of 16-bit elements, or all.
@@ -314,13 +316,13 @@ HWY_INLINE __mmask32 first_halves(int64_t n) {
   return n >= 32 ? ~__mmask32{0} : (__mmask32{1} << n) - 1;
 }
 
-/// Rows of 16-bit elements, of which `count` are there; rows and columns after the last read as 0.
+/// `count` rows of 16-bit elements. Rows and columns after the last are read as 0.
 template <class RowAt>
 struct Rows {
   RowAt at;  // at(i): the address of row i
   int64_t count, columns;
 
-  /// Columns [c, c + 32) of row i. kWhole: all of them are there.
+  /// Columns [c, c + 32) of row i. If kWhole, the row exists and has all of them.
   template <bool kWhole>
   HWY_INLINE __m512i load_32(int64_t i, int64_t c) const {
     if constexpr (kWhole) return _mm512_loadu_si512(at(i) + c);
@@ -328,7 +330,7 @@ struct Rows {
     return _mm512_maskz_loadu_epi16(first_halves(columns - c), at(i) + c);
   }
 
-  /// Calls body(whole): whether all of rows [i, i + n) and columns [c, c + m) are there, as a
+  /// Calls body(whole) with whether all rows [i, i + n) and columns [c, c + m) exist, as a
   /// constant.
   template <class Body>
   HWY_INLINE void with_whole(int64_t i, int64_t n, int64_t c, int64_t m, const Body& body) const {
@@ -339,7 +341,7 @@ struct Rows {
 template <class RowAt>
 Rows(RowAt, int64_t, int64_t) -> Rows<RowAt>;
 
-/// Transposes 16 x 16 values of 32 bits: lane j of r[i] and lane i of r[j] change places.
+/// Transposes 16 x 16 values of 32 bits: swaps lane j of r[i] with lane i of r[j].
 HWY_INLINE void transpose_16(__m512i (&r)[16]) {
   __m512i t[16];
   FULGUR_UNROLL for (int i = 0; i < 16; i += 2) {
@@ -370,15 +372,15 @@ HWY_INLINE void store_tile(const __m512i (&r)[16], uint16_t* HWY_RESTRICT to) {
   FULGUR_UNROLL for (int i = 0; i < 16; ++i) _mm512_store_si512(to + i * kTileDepth, r[i]);
 }
 
-/// Four rows from `row` on and four after the next four.
+/// Stores eight rows of a tile: four from `row` on, and four from `row` + 8 on.
 HWY_INLINE void store_half_tile(const __m512i* r, int64_t row, uint16_t* HWY_RESTRICT to) {
   FULGUR_UNROLL for (int i = 0; i < 8; ++i) {
     _mm512_store_si512(to + (row + i / 4 * 8 + i % 4) * kTileDepth, r[i]);
   }
 }
 
-/// Rows as A, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts], of `rows`
-/// rows.
+/// Packs rows as A, to be summed over their columns: tiles
+/// [blocks_of(rows)][steps_of(columns)][kParts].
 template <int kParts, class RowAt>
 HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                           Census* census) {
@@ -401,7 +403,8 @@ HWY_INLINE void pack_rows(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_R
   *census = all;
 }
 
-/// Rows as columns of B, summed along them: tiles [blocks_of(rows)][steps_of(columns)][kParts].
+/// Packs rows as columns of B, to be summed over their columns: tiles
+/// [blocks_of(rows)][steps_of(columns)][kParts].
 template <int kParts, class RowAt>
 HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HWY_RESTRICT to,
                              Census* census) {
@@ -427,10 +430,11 @@ HWY_INLINE void pack_columns(const Rows<RowAt>& from, int64_t rows, uint16_t* HW
   *census = all;
 }
 
-/// Rows as B, summed over them: tiles [blocks_of(columns)][steps][kParts], of which this fills step
-/// `step`. Whole lines are read, each once: rows that lie a power of two apart keep each other out
-/// of the L1 cache. between() is called before each two rows of 32 columns. The rows of a pair are
-/// kApart from each other: neighbours, or those of the two halves of the step.
+/// Packs rows as B, to be summed over the rows: tiles [blocks_of(columns)][steps][kParts], of which
+/// this fills step `step`. Each cache line is read once and completely, because rows a power of two
+/// apart evict each other from the L1 cache. Calls between() before each two rows of 32 columns.
+/// The rows of a pair are kApart from each other: neighbours, or rows of the two halves of the
+/// step.
 template <int kParts, int kApart = 1, class RowAt, class Between>
 HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
                            uint16_t* HWY_RESTRICT to, Census* census, const Between& between) {
@@ -463,7 +467,7 @@ HWY_INLINE void pack_pairs(const Rows<RowAt>& from, int64_t step, int64_t steps,
   }
 }
 
-/// Columns as rows of A, summed over the rows they come from: tiles
+/// Packs columns as rows of A, to be summed over the rows: tiles
 /// [blocks_of(columns)][steps][kParts], of which this fills steps_of(rows) from step `step` on.
 template <int kParts, class RowAt>
 HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t step, int64_t steps,
@@ -504,7 +508,7 @@ HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t s
   *census = all;
 }
 
-/// Two vectors as a row of A: the parts `stride` elements apart.
+/// Stores two vectors as a row of A, its parts `stride` elements apart.
 template <int kParts>
 HWY_INLINE void store_row_of_a(V32 low, V32 high, int64_t stride, uint16_t* HWY_RESTRICT to) {
   __m512i x[kParts], y[kParts];
@@ -515,7 +519,7 @@ HWY_INLINE void store_row_of_a(V32 low, V32 high, int64_t stride, uint16_t* HWY_
   }
 }
 
-/// Two vectors in turns as a row of A: with rows of B in pairs that are a vector apart.
+/// Stores two vectors, interleaved, as a row of A, for a B whose pairs of rows are a vector apart.
 template <int kParts>
 HWY_INLINE void store_pairs_of_a(V32 first, V32 second, int64_t stride, uint16_t* HWY_RESTRICT to) {
   __m512i x[kParts], y[kParts];
@@ -526,7 +530,7 @@ HWY_INLINE void store_pairs_of_a(V32 first, V32 second, int64_t stride, uint16_t
   }
 }
 
-/// A vector each of two rows as a row of B.
+/// Stores vectors of two rows, interleaved, as a row of B.
 template <int kParts>
 HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY_RESTRICT to) {
   __m512i x[kParts], y[kParts];
@@ -541,8 +545,8 @@ HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY
 constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
                            0.013426683843135834f};
 
-/// 2^x for x <= 127 to 2^-18, which bf16 and parts do not see and LSE, a sum, hardly; 0 below -126,
-/// which kFlushed leaves to Flushing. NaN stays.
+/// 2^x for x <= 127, with a relative error of 2^-18: less than the rounding of bf16 and of parts,
+/// and LSE averages it out. 0 for x < -126; if kFlushed, Flushing does that. NaN stays.
 template <bool kFlushed = false>
 HWY_INLINE V32 exp2_short(V32 x) {
   // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).

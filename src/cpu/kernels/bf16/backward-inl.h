@@ -16,7 +16,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-constexpr int64_t kGroup = 4;  // panels, each a step of the sums over rows
+constexpr int64_t kGroup = 4;  // panels of a group, each a step of the sums over rows
 
 template <int kParts>
 struct TileBackwardScratch {
@@ -69,23 +69,23 @@ int64_t tile_backward_scratch(const Problem& p) {
   return arena.used();
 }
 
-/// dQ^T lies panel after panel, [ldk][kTilePanelRows] each.
+/// The floats of a dQ accumulator: dQ^T [ldk][kTilePanelRows] of each panel.
 inline int64_t tile_dq_floats(const Problem& p, int64_t rows) {
   return round_up(rows, kTilePanelRows) * blocks_of(p.d) * kTileRows;
 }
 
-/// A panel of a group, and what its rows have from the forward pass.
+/// A panel of a group, with LSE and D of its rows.
 struct TilePanel {
   Panel panel;
-  KeyTiles tiles;  // that it has yet to visit
-  int64_t row;     // its first
-  bool finite;     // Q and dO
-  bool moderate;   // these, LSE and D: no P of a key that a bias hides would not be 0
+  KeyTiles tiles;  // the tiles that it has yet to visit
+  int64_t row;     // its first row
+  bool finite;     // whether Q and dO are
+  bool moderate;   // whether Q, dO, LSE and D are, so that P of a key that a bias hides is 0
   HWY_ALIGN float lse2[kTilePanelRows], D[kTilePanelRows];
 };
 
-/// Where the gradients of a panel go as they are rounded: row jj of P and dS as rows of A, at
-/// `keys` + jj tile rows of the panel's step; two rows of dS as one of B.
+/// Rounds and stores P and dS of keys jj and jj + 1 of a panel, the `step`th of its group: as rows
+/// of A, and dS also as a row of B.
 template <int kParts>
 HWY_INLINE void store_gradients(int64_t jj, int64_t step, const V32 (&p)[2][2],
                                 const V32 (&ds)[2][2], const TileBackwardScratch<kParts>& s) {
@@ -104,13 +104,13 @@ HWY_INLINE void store_gradients(int64_t jj, int64_t step, const V32 (&p)[2][2],
 
 /// P = exp(S - LSE) (line 11), dS = P o (dP - D) (line 14), where S is the product times `factor`.
 HWY_INLINE void plain_gradient(V32 product, V32 factor, V32 lse, V32 dP, V32 D, V32* p, V32* ds) {
-  // No P is above 1, as in probabilities().
+  // P is at most 1, as in probabilities() of simd/backward-inl.h.
   *p = exp2_short(at_most(hn::Zero(F32()), hn::MulSub(product, factor, lse)));
   *ds = hn::Mul(*p, hn::Sub(dP, D));
 }
 
-/// What full_gradients() adds to the scores besides nothing and a bias of keys: one of rows and
-/// keys, in memory.
+/// The scores plus `factor` times a bias of rows and keys in memory, for full_gradients(); see
+/// NoBias and KeyBias.
 struct TileBias {
   const float* tile;  // [kBc][kTilePanelRows]
   float factor;
@@ -122,8 +122,8 @@ struct TileBias {
   }
 };
 
-/// These of a tile that every row sees all of, or all but what its bias hides. dP is in s.dS, where
-/// dS stays if kKept. n is even.
+/// P and dS of a tile of which every row sees all keys, or all but those that its bias hides. dP is
+/// in s.dS, and dS replaces it there if kKept. n is even.
 template <bool kKept, int kParts, class Bias>
 HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, float factor,
                                const TileBackwardScratch<kParts>& s, Bias bias) {
@@ -148,7 +148,7 @@ HWY_INLINE void full_gradients(const TilePanel& t, int64_t n, int64_t step, floa
   }
 }
 
-/// The same from P and dS.
+/// Rounds and stores P and dS of a tile from f32.
 template <int kParts>
 HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScratch<kParts>& s) {
   const F32 f;
@@ -165,8 +165,8 @@ HWY_INLINE void round_gradients(int64_t n, int64_t step, const TileBackwardScrat
   }
 }
 
-/// The same of a tile of which rows may see a part: a row has the same bits whichever rows share
-/// its panel.
+/// P and dS of a tile of which some row does not see all keys. The bits of a row do not depend on
+/// the other rows of its panel.
 template <int kParts>
 HWY_INLINE void plain_masked_gradients(const TilePanel& t, const KeyTile& tile, float factor,
                                        const TileBackwardScratch<kParts>& s) {
@@ -186,7 +186,7 @@ HWY_INLINE void plain_masked_gradients(const TilePanel& t, const KeyTile& tile, 
   }
 }
 
-/// The gradients of a tile in f32, masked.
+/// P and dS of a tile in f32, masked, with all score rules and dropout.
 template <int kParts>
 HWY_INLINE void masked_gradients(const Task& task, const KeyTile& tile, bool plain,
                                  const TileBackwardScratch<kParts>& s, TilePanel* t) {
@@ -211,8 +211,8 @@ HWY_INLINE void masked_gradients(const Task& task, const KeyTile& tile, bool pla
   add_to_bias();
 }
 
-/// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand holds inf or NaN: only pairs that see
-/// each other touch.
+/// dV += P^T dO, dK += dS^T Q, dQ += dS K where an operand has inf or NaN: only keys that a row
+/// sees are multiplied.
 template <int kParts>
 HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& args,
                                         const TilePanel& t, const KeyTile& tile,
@@ -237,19 +237,20 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
   }
 }
 
-/// load_bias(), which asks for that of the next tile, too, and for what this one adds to.
+/// load_bias(), which also prefetches the bias of the next tile, and dbias of this one.
 HWY_INLINE bool take_bias(const Task& task, const KeyTile& tile, float* to, Panel* panel) {
   const BiasSums& sums = task.given.dbias;
   if (!load_bias(task, tile, false, to, panel)) return false;
-  for (int64_t part = 0; part < kAsked; ++part) {
-    ask_for_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->bias_count(),
-                 tile.j + kBc, kBc, part, kAsked);
-    ask_for_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, kBc, part, kAsked);
+  for (int64_t part = 0; part < kPrefetchParts; ++part) {
+    prefetch_bias(task.given.bias.data, task.problem.bias, panel->bias_row, panel->bias_count(),
+                  tile.j + kBc, kBc, part, kPrefetchParts);
+    prefetch_bias(sums.data, sums.at, panel->dbias_row, panel->count, tile.j, kBc, part,
+                  kPrefetchParts);
   }
   return true;
 }
 
-/// What a panel, the `step`th of its group, needs of Q, dO, LSE and D.
+/// Packs Q and dO, and loads LSE and D, of a panel, the `step`th of its group.
 template <int kParts>
 HWY_INLINE void load_panel(const Task& task, const BackwardArgs& args, int64_t step, const float* D,
                            const TileBackwardScratch<kParts>& s, TilePanel* t) {
@@ -323,7 +324,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       TilePanel& t = panels[i];
       t.row = row + i * kTilePanelRows;
       make_panel(task, t.row, std::min(task.rows(), t.row + kTilePanelRows), &t.panel);
-      t.panel.vectors = kTilePanelRows / kLanes;  // the rows that are not there see nothing
+      t.panel.vectors = kTilePanelRows / kLanes;  // rows after the last see no key
       t.tiles = t.panel.mask.tiles({key_begin, key_end});
       done &= t.tiles.done();
     }
@@ -334,7 +335,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
       const int64_t key_steps = kParts * steps_of(n), key_blocks = blocks_of(padded);
       const uint16_t *K = s.K + key * k_steps * kTileDepth, *V = s.V + key * v_steps * kTileDepth;
       const uint16_t* Kt = s.Kt + kParts * key * s.ldk;
-      int64_t begin = 0;  // of the panels whose P and dS wait for their products with dO and Q
+      int64_t begin = 0;  // the first panel whose P and dS wait for their products with dO and Q
       const auto add_group = [&](int64_t end) {
         if (begin < end && p.wants_dk_dv()) {
           const int64_t rows = (end - 1 - begin) * kTilePanelRows + panels[end - 1].panel.count;

@@ -1,6 +1,6 @@
-// Decoding (decode-inl.h) of bf16 on tiles, where a kv head has rows enough for them: S^T = K Q^T
-// with K where it lies, if its rows are evenly apart, and O += P V with two rows of V in 32 bits,
-// which costs less than V transposed when so few rows share it.
+// Decoding (decode-inl.h) of bf16 on tiles, for kv heads with enough rows: S^T = K Q^T, with tiles
+// of K loaded from the tensor if its rows have one stride, and O += P V with pairs of rows of V,
+// which costs less than transposing V for so few rows.
 #if defined(FULGUR_CPU_TILE_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_DECODE_INL_H_
 #undef FULGUR_CPU_TILE_DECODE_INL_H_
@@ -18,21 +18,22 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// Of a kv head: fewer rows are as fast on vectors, and for more it pays to transpose V.
-constexpr int64_t kTileDecodeLeast = 8;
-constexpr int64_t kTileDecodeRows = kTilePanelRows;
+/// The minimum and maximum rows of a kv head. Fewer rows are as fast on vectors, and for more rows
+/// it pays to transpose V.
+constexpr int64_t kMinTileDecodeRows = 8;
+constexpr int64_t kMaxTileDecodeRows = kTilePanelRows;
 
-/// Heads of so many rows that share a vector of the softmax.
+/// The number of heads, of so many rows each, that share a vector of the softmax.
 constexpr int64_t heads_of_vector(int64_t rows) {
   return std::max<int64_t>(1, kTileRows / std::max<int64_t>(1, rows));
 }
 
-/// kv heads of a task that do, from its head `index` on, and their operands.
+/// The kv heads of a task that share vectors, from its head `index` on, and their operands.
 struct TileDecodeHeads {
   Task first;
   int64_t index, count;
   DecodeRows rows;
-  uint16_t* Q;  // columns of B, summed over d: each head's after those of the one before
+  uint16_t* Q;  // columns of B, summed over d, head after head
 
   TileDecodeHeads(const Task& task, int64_t index, int64_t heads, int64_t each, Arena& arena)
       : first(task.kv_head_after(index)),
@@ -59,7 +60,7 @@ struct TileDecodeHeads {
 
 /// The operands of a head and a tile of keys.
 struct TileDecodeScratch {
-  uint16_t* K;  // rows of A, summed over d: where it cannot be multiplied as it lies
+  uint16_t* K;  // rows of A, summed over d, if tiles cannot be loaded from the tensor
   uint16_t* V;  // B, summed over keys
   uint16_t* P;  // rows of A, summed over keys
 
@@ -74,7 +75,7 @@ struct TileKeys {
   const char* at[kBc];  // rows of the first head
   int64_t n;            // 0 after the last tile
   int64_t head;         // bytes from a row to that of the next head
-  int64_t stride = 0;   // bytes from a row to the next; 0 where that differs
+  int64_t stride = 0;   // bytes from a row to the next; 0 if that varies
   int64_t columns;
 
   TileKeys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
@@ -97,17 +98,17 @@ struct TileKeys {
   }
 };
 
-/// Asks for the next tile of K and of V while the present one is computed, some lines with each
-/// part of the work and in the order of memory: all at once they would keep the CPU waiting.
-class TilesAhead {
+/// Prefetches the next tile of K and of V while the current one is computed, some lines with each
+/// part of the work and in the order of memory. All lines at once would delay other reads.
+class TilePrefetch {
  public:
-  TilesAhead(const TileKeys& K, const TileKeys& V, int64_t heads)
+  TilePrefetch(const TileKeys& K, const TileKeys& V, int64_t heads)
       : keys_(&K), V_(&V), heads_(heads), left_(K.n) {
     if (left_ > 0) go_to_key();
   }
 
-  // Inlined, since to GCC 12 a call of what only prefetches has no effect.
-  HWY_INLINE void ask(int64_t lines) {
+  // Inlined, because GCC 12 drops calls of functions that only prefetch.
+  HWY_INLINE void prefetch(int64_t lines) {
     for (owed_ += lines; owed_ >= row_lines_ && left_ > 0; owed_ -= row_lines_) {
       for (int64_t i = 0; i < row_lines_; ++i) __builtin_prefetch(row_ + 64 * i, 0, kToL2);
       next_row();
@@ -132,12 +133,12 @@ class TilesAhead {
   }
 
   const TileKeys *keys_, *V_;
-  int64_t heads_, left_, head_ = 0;  // keys that are left of *keys_
+  int64_t heads_, left_, head_ = 0;  // left_: keys of *keys_ that are left
   const char* row_ = nullptr;
-  int64_t row_lines_ = 1, owed_ = 0;  // lines, asked for by rows
+  int64_t row_lines_ = 1, owed_ = 0;  // lines of a row; lines still to be prefetched
 };
 
-/// One call.
+/// A call of decode() on tiles.
 template <class Products>
 class TileDecode {
  public:
@@ -165,12 +166,12 @@ class TileDecode {
       const KeyTile tile = tiles.tile();
       tiles.next();
       const TileKeys next_K = keys(args_.k, p_.k, p_.d), next_V = keys(args_.v, p_.v, p_.dv);
-      TilesAhead ahead(next_K, next_V, heads);
+      TilePrefetch next(next_K, next_V, heads);
       session_.shape(kTileRows, std::min(rows_, kTileRows));
-      for (const TileDecodeHeads& some : heads_) add_scores(K, some, ahead);
+      for (const TileDecodeHeads& some : heads_) add_scores(K, some, next);
       products_.flush();
       session_.shape(std::min(rows_, kTileRows), kTileRows);
-      for (TileDecodeHeads& some : heads_) add_values(V, tile, some, ahead);
+      for (TileDecodeHeads& some : heads_) add_values(V, tile, some, next);
       products_.flush();
       K = next_K;
       V = next_V;
@@ -183,7 +184,7 @@ class TileDecode {
 
  private:
   /// S^T = K Q^T, each head in its own columns.
-  void add_scores(const TileKeys& K, const TileDecodeHeads& some, TilesAhead& ahead) {
+  void add_scores(const TileKeys& K, const TileDecodeHeads& some, TilePrefetch& next) {
     const int64_t steps = steps_of(p_.d), width = some.rows.width;
     for (int64_t j = 0; j < some.count; ++j) {
       const int64_t i = some.index + j;
@@ -194,7 +195,7 @@ class TileDecode {
         A = Operand::packed(s_.K, steps);
       }
       for (int64_t b = 0; b < blocks_of(K.n); b += 2) {
-        ahead.ask(lines_);
+        next.prefetch(lines_);
         products_.multiply({false,
                             std::min<int64_t>(2, blocks_of(K.n) - b),
                             blocks_of(rows_),
@@ -208,13 +209,13 @@ class TileDecode {
     }
   }
 
-  /// P and O = diag(alpha) O + P V.
+  /// Computes P, and O = diag(alpha) O + P V.
   void add_values(const TileKeys& V, const KeyTile& tile, TileDecodeHeads& some,
-                  TilesAhead& ahead) {
+                  TilePrefetch& next) {
     DecodeRows& rows = some.rows;
     const int64_t steps = steps_of(tile.n), ldo = blocks_of(p_.dv) * kTileRows;
     scale_scores(tile.n, rows.width, query_factor(p_), rows.S);
-    ahead.ask(some.count * lines_);
+    next.prefetch(some.count * lines_);
     rows.probabilities(some.first, tile);
     scale_rows(rows.alpha, rows.O, ldo, rows.count);
     pack_probabilities(rows, steps);
@@ -222,14 +223,15 @@ class TileDecode {
       Census values;
       for (int64_t s = 0; s < steps; ++s) {
         pack_pairs<kPartsOfBF16>(V.rows(some.index + j, s * kTileDepth), s, steps, s_.V, &values,
-                                 [&]() HWY_ATTR { ahead.ask(2); });
+                                 [&]() HWY_ATTR { next.prefetch(2); });
       }
-      // Only rows that see a key take part in what is not finite, and tiles take denormals for 0.
+      // Tiles take denormal numbers for 0, and multiply an inf or NaN of V by the P = 0 of rows
+      // that do not see the key.
       if (values.denormal() || (tile.partial && !values.finite())) {
         add_visible_values(some.first, args_, tile, rows, j, j + 1);
         continue;
       }
-      ahead.ask(lines_);
+      next.prefetch(lines_);
       products_.multiply({true,
                           blocks_of(rows_),
                           blocks_of(p_.dv),
@@ -242,7 +244,7 @@ class TileDecode {
     }
   }
 
-  /// P [keys][width] as rows of A.
+  /// Packs P [keys][width] as rows of A.
   HWY_INLINE void pack_probabilities(const DecodeRows& rows, int64_t steps) const {
     uint16_t* to = s_.P;
     for (int64_t b = 0; b < blocks_of(rows.count); ++b) {
@@ -262,12 +264,12 @@ class TileDecode {
   const Task& first_;
   const Problem& p_;
   const ForwardArgs& args_;
-  const int64_t rows_;  // of a head
+  const int64_t rows_;  // rows of a head
   Arena arena_;
   const TileDecodeScratch s_;
   typename Products::Session session_;
   Products products_;
-  const int64_t lines_ = (p_.d + p_.dv) / 4;  // an eighth of those of a head and a tile of keys
+  const int64_t lines_ = (p_.d + p_.dv) / 4;  // an eighth of the lines of a head and a tile of keys
   std::vector<TileDecodeHeads> heads_;
 };
 
@@ -285,7 +287,7 @@ inline int64_t tile_decode_scratch(const Problem& p, int64_t heads, int64_t rows
 template <class Products>
 void tile_decode(const Task& first, const ForwardArgs& args, int64_t heads, int64_t key_begin,
                  int64_t key_end, float* states, float* scratch) {
-  if (first.rows() < kTileDecodeLeast || first.problem.has(Arg::kBias)) {  // which vectors add
+  if (first.rows() < kMinTileDecodeRows || first.problem.has(Arg::kBias)) {  // vectors add a bias
     return decode(first, args, heads, key_begin, key_end, states, scratch);
   }
   TileDecode<Products> task(first, args, heads, scratch);

@@ -1,5 +1,5 @@
-// Decoding (decode-inl.h) of bf16 by dot products of pairs: of K as it lies, pairs along d, and of
-// V, pairs of keys.
+// Decoding (decode-inl.h) of bf16 by dot products of pairs: pairs along d for K, as they lie in
+// memory, and pairs of keys for V.
 #if defined(FULGUR_CPU_DOT_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_DOT_DECODE_INL_H_
 #undef FULGUR_CPU_DOT_DECODE_INL_H_
@@ -15,10 +15,10 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// Products of bf16 in pairs. `Dot`: the instruction.
+/// Products of bf16 in pairs, by the instruction `Dot`.
 template <class Dot>
 struct DottedPairs {
-  using Element = uint16_t;  // of Q
+  using Element = uint16_t;  // the elements of Q
   using Vector = __m512i;
   static constexpr int64_t kElements = 32;
   static constexpr int64_t kStep = kElements;
@@ -32,7 +32,8 @@ struct DottedPairs {
   static HWY_INLINE Vector query(const Element* at) { return _mm512_load_si512(at); }
   static HWY_INLINE V32 add(V32 sum, Vector a, Vector b) { return V32{Dot::add(sum.raw, a, b)}; }
 
-  /// Q [count][ldq] of a task's rows; returns the factor that scores still want.
+  /// Loads Q [count][ldq] of a task's rows; returns the factor by which scores are still to be
+  /// scaled.
   static float load(const Task& task, const ForwardArgs& args, int64_t count, Element* Q,
                     int64_t ldq) {
     const Problem& p = task.problem;
@@ -53,14 +54,14 @@ struct DottedPairs {
                          const KeyTile& tile, int64_t key_end, const DecodeRows& all);
 };
 
-/// Two rows of V in pairs: kVectors vectors of 16 columns.
+/// Two rows of V, interleaved: kVectors vectors of 16 columns.
 template <int kVectors>
 struct ValuePairs {
   __m512i of[kVectors];
   __mmask32 denormal = 0;  // dot products would take them for 0
 
-  /// Of columns from the addresses on; only `columns` are there where kVectors is 1. `odd` may be
-  /// null: zeros.
+  /// Loads columns from the addresses on, of which only `columns` exist if kVectors is 1. `odd` may
+  /// be null, for a row of zeros.
   HWY_INLINE void load(const char* even, const char* odd, int64_t columns) {
     if constexpr (kVectors == 1) {
       const auto there = static_cast<__mmask16>((1u << columns) - 1);
@@ -96,9 +97,9 @@ struct ValuePairs {
   }
 };
 
-/// O[row][c] += sum of P V of kCount pairs of keys, for 16 kVectors columns of which `columns` are
-/// there. odd[s] may be null. P: the keys' lanes of the head, the even ones `step` floats apart and
-/// the odd ones `lds` after. `weights`: P in pairs.
+/// O[row][c] += sum of P V over kCount pairs of keys, for 16 kVectors columns, of which `columns`
+/// exist. odd[s] may be null. P has the lanes of the head: those of even keys are `step` floats
+/// apart, those of odd keys `lds` floats after them. `weights` takes P in pairs.
 template <int kVectors, int kCount, class Dot>
 HWY_INLINE void add_pairs(const char* const (&even)[kCount], const char* const (&odd)[kCount],
                           int64_t columns, const uint32_t (&weights)[kCount][16],

@@ -1,5 +1,5 @@
-// The matrix product of bf16 by dot products of pairs in vectors (AVX512-BF16), on the operands of
-// tile-inl.h: 32 bits of a row of A, a pair, meet 16 pairs of B.
+// The matrix product of bf16 by dot products of pairs in vectors (AVX512-BF16), with the operands
+// of amx-inl.h: 32 bits of a row of A, which are a pair, are multiplied by 16 pairs of B.
 #if defined(FULGUR_CPU_DOT_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_DOT_INL_H_
 #undef FULGUR_CPU_DOT_INL_H_
@@ -18,7 +18,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// The instruction. An assembler that knows it is all that it needs.
+/// The instruction as inline assembly, which needs only an assembler that knows it.
 struct Avx512Bf16 {
   /// c + the products of the pairs of a and b, the upper halves first, in f32. Denormal numbers
   /// count as 0.
@@ -28,14 +28,15 @@ struct Avx512Bf16 {
   }
 };
 
-/// Products by dot products, all made at once: what else there is to do, the CPU finds by itself.
+/// Products by dot products. Each is made at once: the CPU's out-of-order execution overlaps it
+/// with other work.
 template <class Dot, bool kBiased = false>
 class DotProducts {
  public:
   static constexpr bool kAtOnce = true;
 
   struct Session {
-    Session() {}  // so that one is no unused variable
+    Session() {}  // a constructor, so that compilers do not warn of an unused variable
   };
 
   /// `p` is a copy, so that the compiler keeps it in registers.
@@ -56,8 +57,8 @@ class DotProducts {
   void flush() {}
 
  private:
-  /// kRows rows of C from row m on, kVectors vectors from column n on. What C held comes first, so
-  /// that a sum has the same bits whether its steps are one product or several.
+  /// Computes kRows rows of C from row m on, and kVectors vectors from column n on. Sums begin with
+  /// what C has, so that they have the same bits whether their steps are one product or several.
   template <int kRows, int kVectors>
   static HWY_INLINE void block(const Product& p, int64_t m, int64_t n) {
     const int64_t ldc = p.ldc, lda = p.A.stride / 2, stride = p.B.stride / 2;

@@ -1,17 +1,19 @@
-// Numbers as operands of products of bf16. One of bf16 is an operand itself; one of f16, or of f32
-// that meets f16, is the sum of three products, each of a part of A's element and a part of B's:
+// Numbers as operands of products of bf16. A number of bf16 is an operand itself. A product of
+// numbers of f16, or of f32 and f16, is the sum of three products, each of a part of A's element
+// and a part of B's:
 //
 //   A:  a = 63/64 x, rounded     e = x - a        f = x - 64 e
 //   B:  b = 257/256 y, cut off   c = b + 64 g     g = y - b
 //
 //   a b + e c + f g = (a + e) b + (64 e + f) g = x b + x g = x y
 //
-// Parts have the 8 bits of bf16. Those of f16, which has 11, are exact, and so is the product.
-#if defined(FULGUR_CPU_PARTS_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef FULGUR_CPU_PARTS_INL_H_
-#undef FULGUR_CPU_PARTS_INL_H_
+// Parts have the 8 bits of bf16. The parts of f16, which has 11 bits, are exact, and so is the
+// product.
+#if defined(FULGUR_CPU_OPERANDS_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_OPERANDS_INL_H_
+#undef FULGUR_CPU_OPERANDS_INL_H_
 #else
-#define FULGUR_CPU_PARTS_INL_H_
+#define FULGUR_CPU_OPERANDS_INL_H_
 #endif
 
 #include "cpu/kernels/simd/vector-inl.h"
@@ -24,20 +26,21 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// Parts of an element.
+/// The number of parts of an element.
 constexpr int kPartsOfBF16 = 1, kPartsOfF16 = 3;
 
-/// The operand that an element belongs to.
+/// The operand of an element.
 enum class Side { kA, kB };
 
-/// Floats as bf16 in the upper halves, rounded to nearest, ties away from 0. A NaN whose lower half
-/// is 0 stays one.
+/// Rounds floats to bf16 in the upper halves, to nearest, ties away from 0. A NaN whose lower half
+/// is 0 stays NaN.
 HWY_INLINE __m512i round_up_half(__m512 x) {
   return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
 }
 
-/// The parts of floats in the upper halves of 32 bits, in the order in which A's meet B's. What is
-/// not finite is its first part, and the others are 0: it makes of a product what it makes in f32.
+/// Splits floats into parts, in the upper halves of 32 bits and in the order in which parts of A
+/// are multiplied by those of B. A number that is not finite is its own first part, and its other
+/// parts are 0, so that products have the results of f32.
 template <Side kSide, int kParts>
 HWY_INLINE void split(V32 number, __m512i (&parts)[kParts]) {
   const __m512 x = number.raw;
@@ -59,7 +62,7 @@ HWY_INLINE void split(V32 number, __m512i (&parts)[kParts]) {
   }
 }
 
-/// The upper halves of a and b in turns: a row of B from two rows of C.
+/// Interleaves the upper halves of a and b: a row of B from two rows of C.
 HWY_INLINE __m512i pair_halves(__m512i a, __m512i b) {
   const __m512i upper = _mm512_set4_epi32(0x0f0e0f0e, 0x0b0a0b0a, 0x07060706, 0x03020302);
   return _mm512_mask_shuffle_epi8(b, 0x3333333333333333, a, upper);
@@ -73,7 +76,7 @@ HWY_INLINE __m512i join_halves(__m512i a, __m512i b) {
   return _mm512_permutex2var_epi16(a, _mm512_load_si512(kJoined), b);
 }
 
-/// 32 elements in parts.
+/// Splits 32 elements into parts.
 template <Side kSide, int kParts>
 HWY_INLINE void split_row(__m512i elements, __m512i (&parts)[kParts]) {
   if constexpr (kParts == kPartsOfBF16) {
@@ -86,7 +89,7 @@ HWY_INLINE void split_row(__m512i elements, __m512i (&parts)[kParts]) {
   }
 }
 
-/// 16 elements each of two rows in parts, the rows in turns.
+/// Splits 16 elements of each of two rows into parts, and interleaves the rows.
 template <Side kSide, int kParts>
 HWY_INLINE void split_pair(__m256i even, __m256i odd, __m512i (&parts)[kParts]) {
   if constexpr (kParts == kPartsOfBF16) {
@@ -100,8 +103,8 @@ HWY_INLINE void split_pair(__m256i even, __m256i odd, __m512i (&parts)[kParts]) 
   }
 }
 
-/// 32 elements each of two rows in parts, the rows in turns: columns 0 to 3 of every 8 in `low`, 4
-/// to 7 in `high`.
+/// Splits 32 elements of each of two rows into parts, and interleaves the rows: columns 0 to 3 of
+/// every 8 in `low`, columns 4 to 7 in `high`.
 template <Side kSide, int kParts>
 HWY_INLINE void split_pairs(__m512i even, __m512i odd, __m512i (&low)[kParts],
                             __m512i (&high)[kParts]) {

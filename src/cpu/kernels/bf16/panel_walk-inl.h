@@ -22,7 +22,7 @@ HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kTilePanelRows = 2 * kTileRows;
-constexpr int64_t kTilePanels = 32;      // of a block
+constexpr int64_t kTilePanels = 32;      // panels of a block
 constexpr int64_t kAmxPackingRows = 64;  // see Kernels::packing_rows
 
 constexpr int64_t kChunk = 8;  // key tiles of a chunk
@@ -77,7 +77,7 @@ int64_t panel_scratch(const Problem& p, int64_t row_sums) {
   return arena.used();
 }
 
-/// Where the keys of some tiles lie in K or V.
+/// The addresses of the keys of some tiles in K or V.
 struct KeyAddresses {
   const char* at[kTiles * kBc];
 
@@ -95,7 +95,7 @@ inline auto key_rows(const Task& task, const ConstTensor& t, const Layout& layou
               n, dim};
 }
 
-/// Where the rows of a panel lie in q or dout.
+/// The addresses of the rows of a panel in q or dout.
 struct PanelRows {
   const uint16_t* at[kTilePanelRows];
 

@@ -92,8 +92,8 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
     const V32 shift = hn::Load(f, lse2 + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
       float* at = P + jj * panel.width() + v * kLanes;
-      // No P is above 1. Large scores and their LSE are rounded apart, by more than exp2 bears
-      // where they are huge.
+      // P is at most 1, but the rounding errors of huge scores and their LSE are large enough to
+      // make exp2 overflow.
       V32 p = exp2(at_most(hn::Zero(f), hn::Sub(hn::Load(f, at), shift)));
       if (partial) p = hn::IfThenElseZero(visible.mask(v, jj), p);
       hn::Store(p, f, at);
@@ -101,8 +101,8 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
   }
 }
 
-/// dS = P o (dP - D) over dP (line 14), times the slope of the score; dBias, where it is not dS,
-/// takes dS without the slope. Masked entries likewise.
+/// dS = P o (dP - D) in place of dP (line 14), times the slope of the score. dBias, if it is not
+/// dS, takes dS without the slope. Masked entries are set to 0.
 HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT P,
                                const float* HWY_RESTRICT D, const float* HWY_RESTRICT slope,
                                float* dS, float* dBias) {
@@ -136,7 +136,8 @@ HWY_INLINE void add_row(float factor, const float* HWY_RESTRICT from, int64_t n,
   }
 }
 
-/// dK and dV of `keys` keys. Q K^T was scaled, so dK is as well, and dQ where its parts are summed.
+/// Stores dK and dV of `keys` keys. Since Q K^T was scaled, dK is scaled here, and dQ in
+/// backward_dq().
 template <class Scratch>
 void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key_begin,
                          int64_t keys, const Scratch& s) {
@@ -153,8 +154,8 @@ void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key
   }
 }
 
-/// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand holds inf or NaN:
-/// only pairs that see each other touch.
+/// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand has inf or NaN: only
+/// keys that a row sees are multiplied.
 HWY_NOINLINE inline void accumulate_visible_gradients(const Problem& p, const Panel& panel,
                                                       const KeyTile& tile, const BackwardScratch& s,
                                                       int64_t first_key, float* HWY_RESTRICT dq) {
@@ -219,21 +220,24 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       const KeyTile tile = tiles.tile();
       const int64_t columns = (tile.j - key_begin) / kBc;
       if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &panel)) continue;
-      const auto ask = [&](int half) HWY_ATTR {  // for the next tile, and what this one adds to
+      // Prefetches half of the bias of the next tile, and of dbias of this one.
+      const auto prefetch = [&](int half) HWY_ATTR {
         const BiasSums& sums = task.given.dbias;
-        for (int64_t part = half * kAsked / 2; part < (half + 1) * kAsked / 2; ++part) {
-          ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(),
-                       tile.j + kBc, kBc, part, kAsked);
-          ask_for_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, kBc, part, kAsked);
+        for (int64_t part = half * kPrefetchParts / 2; part < (half + 1) * kPrefetchParts / 2;
+             ++part) {
+          prefetch_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(),
+                        tile.j + kBc, kBc, part, kPrefetchParts);
+          prefetch_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, kBc, part,
+                        kPrefetchParts);
         }
       };
-      ask(0);
+      prefetch(0);
       const int64_t n = tile.n, key = tile.j - key_begin;
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
       gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
       score_rule(p, expressions, 0, columns, tile, s.P, width, s.slope, s.bias, &panel);
-      ask(1);
+      prefetch(1);
       probabilities(panel, tile, s.P, lse2);
       gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
                         nullptr);

@@ -1,5 +1,5 @@
-// A dense bias of the CPU's kernels: what the scores of a panel and a tile take, and which keys are
-// hidden because that is -inf.
+// A dense bias in the CPU's kernels: it is added to the scores of a panel and a tile, and hides the
+// keys where it is -inf.
 #if defined(FULGUR_CPU_BIAS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_BIAS_INL_H_
 #undef FULGUR_CPU_BIAS_INL_H_
@@ -22,8 +22,7 @@ constexpr int64_t kBiasBytes = kDType == DType::kF32    ? 4
                                : kDType == DType::kBool ? 1
                                                         : 2;
 
-/// As many keys of a row as a vector has lanes, as floats. Of bools 0 where true and -inf where
-/// false.
+/// The bias of a vector of keys of a row as floats. Bools become 0 (true) and -inf (false).
 template <DType kDType, class D = Square>
 HWY_INLINE hn::Vec<D> load_bias_keys(const void* from) {
   const D f;
@@ -38,8 +37,8 @@ HWY_INLINE hn::Vec<D> load_bias_keys(const void* from) {
   }
 }
 
-/// The first n keys of a row, whose elements are `stride` bytes apart; the last of them again in
-/// the lanes after them.
+/// The bias of the first n keys of a row, whose elements are `stride` bytes apart. The lanes after
+/// them repeat the last.
 template <DType kDType>
 HWY_INLINE hn::Vec<Square> gather_bias_keys(const char* from, int64_t stride, int64_t n) {
   constexpr int64_t kSize = kBiasBytes<kDType>;
@@ -50,10 +49,10 @@ HWY_INLINE hn::Vec<Square> gather_bias_keys(const char* from, int64_t stride, in
   return load_bias_keys<kDType>(keys);
 }
 
-/// Rows of a bias, one a lane of a panel: where their keys lie, from key j on.
+/// The addresses of the rows of a bias, one for each lane of a panel, from key j on.
 struct BiasRows {
-  const char* from = nullptr;     // key j of a row that began with the tensor
-  const int64_t* rows = nullptr;  // where each row begins, in elements
+  const char* from = nullptr;     // the address of key j of a row of offset 0
+  const int64_t* rows = nullptr;  // the offset of each row, in elements
   int64_t stride = 0;             // bytes from a key to the next
 
   BiasRows() = default;
@@ -61,7 +60,7 @@ struct BiasRows {
       : from(static_cast<const char*>(data) + j * layout.key * size_of(layout.dtype)),
         rows(panel.bias_row),
         stride(layout.key * size_of(layout.dtype)) {}
-  /// Of floats in memory.
+  /// Rows of floats in memory.
   BiasRows(const float* memory, const int64_t* rows)
       : from(reinterpret_cast<const char*>(memory)), rows(rows), stride(sizeof(float)) {}
   bool given() const { return from != nullptr; }
@@ -73,13 +72,12 @@ struct BiasRows {
   bool dense(DType dtype) const { return stride == size_of(dtype); }
 };
 
-/// Asks for keys [j, j + n) of some rows of a bias, or its gradient, while products are computed.
-/// More reads than are in flight at a time keep others waiting, so that few are asked for at once:
-/// part `part` of `parts` of the rows. Memory is read the faster the more of a row is asked for in
-/// turn.
-constexpr int64_t kAsked = 8;  // parts of what is asked for with a tile
-HWY_INLINE void ask_for_bias(const void* data, const Problem::Bias& at, const int64_t* rows,
-                             int64_t count, int64_t j, int64_t n, int64_t part, int64_t parts) {
+/// Prefetches keys [j, j + n) of part `part` of `parts` of the rows of a bias, or its gradient,
+/// while products are computed. A CPU has few reads in flight, and more prefetches than these delay
+/// other reads, so each call fetches a part. Long runs of a row are fetched faster than short ones.
+constexpr int64_t kPrefetchParts = 8;  // parts of the bias that is prefetched during a tile
+HWY_INLINE void prefetch_bias(const void* data, const Problem::Bias& at, const int64_t* rows,
+                              int64_t count, int64_t j, int64_t n, int64_t part, int64_t parts) {
   if (at.key != 1) return;
   const int64_t size = size_of(at.dtype), bytes = n * size;
   const char* const from = static_cast<const char*>(data) + j * size;
@@ -89,19 +87,19 @@ HWY_INLINE void ask_for_bias(const void* data, const Problem::Bias& at, const in
   }
 }
 
-/// What a bias is in a tile.
+/// Properties of the bias in a tile.
 struct BiasOfTile {
   bool is_zero, hides_some, hides_all;
 };
 
-/// Finds that of vectors of it.
+/// Finds these properties from all vectors of the bias.
 template <class D>
 class BiasCensus {
  public:
-  // No default member initializers: these would be compiled for the least of all CPUs.
+  // Not default member initializers, which are compiled for the baseline CPU.
   HWY_INLINE BiasCensus()
       : any_(hn::Zero(U())), every_(hn::Not(hn::Zero(U()))), largest_(hn::Zero(U())) {}
-  /// -inf where x is a number that hides.
+  /// x, with -inf for the numbers that hide a key.
   static HWY_INLINE hn::Vec<D> hide(hn::Vec<D> x) {
     const D f;
     const auto hidden = hn::Lt(x, hn::Set(f, static_cast<float>(kernels::kHidingBias)));
@@ -115,7 +113,7 @@ class BiasCensus {
   }
   HWY_INLINE BiasOfTile result() const {
     const U u;
-    const auto hidden = hn::Set(u, 0xff800000);  // fewer than those of a NaN alone
+    const auto hidden = hn::Set(u, 0xff800000);  // -inf; only the bits of NaN are larger
     const auto all = [&](auto mask) HWY_ATTR { return hn::AllTrue(u, mask); };
     return {.is_zero = all(hn::Eq(hn::Add(any_, any_), hn::Zero(u))),  // of either sign
             .hides_some = !all(hn::Lt(largest_, hidden)),
@@ -127,9 +125,9 @@ class BiasCensus {
   hn::Vec<U> any_, every_, largest_;
 };
 
-/// As many words of 32 bits as a vector has lanes, of each of as many rows, row r at at(r): word i
-/// of them in x[i], one row a lane. Each line of memory is read at once, before others are: rows a
-/// power of two apart keep each other out of the L1 cache.
+/// Loads a square of words of 32 bits, of rows at at(r), and transposes it: x[i] has word i of each
+/// row, one row in each lane. Each cache line is read completely before the next, because rows a
+/// power of two apart evict each other from the L1 cache.
 template <class At>
 HWY_INLINE void load_words(const At& at, V32 (&x)[kLanes]) {
   const F32 f;
@@ -171,12 +169,12 @@ HWY_INLINE void load_words(const At& at, V32 (&x)[kLanes]) {
 #endif
 }
 
-/// Whether the bias of a dtype is loaded by words.
+/// Whether the bias of a dtype is loaded in words of 32 bits.
 template <DType kDType>
 constexpr bool kByWords = kDType != DType::kF16 || kHardwareF16;
 
-/// The numbers in a word of 32 bits, and the i-th of each of a vector of them. Of bools 0 where
-/// true and -inf where false.
+/// The numbers in words of 32 bits: number i of each word of a vector. Bools become 0 (true) and
+/// -inf (false).
 template <DType kDType>
 constexpr int64_t kPerWord = 4 / kBiasBytes<kDType>;
 template <DType kDType>
@@ -208,8 +206,8 @@ HWY_INLINE void load_line(const BiasRows& rows, int64_t v, int64_t jj, V32 (&wor
   load_words([&](int row) HWY_ATTR { return rows.at<kDType>(first + row) + byte; }, words);
 }
 
-/// Calls body(jj, v, x) for each key of a whole tile and each vector of a panel: x is their bias,
-/// one row a lane.
+/// Calls body(jj, v, x) for each key jj of a whole tile and each vector v of a panel, where x is
+/// their bias, with one row in each lane.
 template <DType kDType, class Body>
 HWY_INLINE void for_numbers(const BiasRows& rows, int64_t vectors, const Body& body) {
   for (int64_t v = 0; v < vectors; ++v) {
@@ -225,8 +223,8 @@ HWY_INLINE void for_numbers(const BiasRows& rows, int64_t vectors, const Body& b
   }
 }
 
-/// The bias of the rows of a panel, one a lane, and of n keys: to [n][width], -inf where it hides a
-/// key.
+/// Loads the bias of the rows of a panel and of n keys to [n][width], one row in each lane, with
+/// -inf where it hides a key.
 template <DType kDType>
 HWY_INLINE BiasOfTile load_bias_tile(const BiasRows& rows, int64_t n, int64_t width,
                                      float* HWY_RESTRICT to) {
@@ -280,8 +278,8 @@ template <DType kDType>
 using BiasBits = std::conditional_t<kDType == DType::kF32, uint32_t,
                                     std::conditional_t<kDType == DType::kBool, uint8_t, uint16_t>>;
 
-/// What a bias is in a tile that has one number alone, which hides or is 0, as most tiles of a
-/// mask; nothing of other tiles. Ends at the first other number.
+/// The properties of a tile whose elements are all the same, 0 or a number that hides, as in most
+/// tiles of a mask; nothing for other tiles. Stops at the first different element.
 template <DType kDType>
 HWY_INLINE std::optional<BiasOfTile> uniform_tile(const BiasRows& rows, int64_t width) {
   using Bits = BiasBits<kDType>;
@@ -307,8 +305,8 @@ HWY_INLINE std::optional<BiasOfTile> uniform_tile(const BiasRows& rows, int64_t 
   return BiasOfTile{!hides, hides, hides};
 }
 
-/// The bias of n keys and of the first `count` rows of a panel: to [count][kBc], -inf where it
-/// hides a key.
+/// Loads the bias of n keys and of the first `count` rows of a panel to [count][kBc], with -inf
+/// where it hides a key.
 template <DType kDType>
 HWY_INLINE BiasOfTile load_bias_rows(const BiasRows& rows, int64_t count, int64_t n,
                                      float* HWY_RESTRICT to) {
@@ -327,16 +325,16 @@ HWY_INLINE BiasOfTile load_bias_rows(const BiasRows& rows, int64_t count, int64_
   return census.result();
 }
 
-/// Whether some row of a panel sees some key of a tile in spite of the bias, as far as is known at
-/// once. If so, the panel has the bias of the tile: in memory `to` where `loads`, and otherwise
-/// there or where it lies.
+/// Sets the bias of a tile in a panel: in the memory `to` if `loads`, or else there or in the
+/// tensor. Returns false if it finds that the bias hides all keys from all rows. A bias that stays
+/// in the tensor is not searched for that unless all its elements are the same.
 template <DType kDType>
 HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads, float* to,
                                Panel* panel) {
   const BiasRows rows(task.given.bias.data, task.problem.bias, *panel, tile.j);
   const int64_t width = panel->width();
   const bool dense = tile.n == kBc && rows.dense(kDType);
-  bool lies = false;
+  bool in_tensor = false;
   panel->bias_step = width;
   panel->bias_memory = to;
   const BiasOfTile is = [&]() HWY_ATTR -> BiasOfTile {
@@ -346,14 +344,14 @@ HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads
     }
     if (dense) {
       if (const auto uniform = uniform_tile<kDType>(rows, width)) return *uniform;
-      lies = kByWords<kDType> && !loads;
-      if (lies) return {.is_zero = false, .hides_some = false, .hides_all = false};
+      in_tensor = kByWords<kDType> && !loads;
+      if (in_tensor) return {.is_zero = false, .hides_some = false, .hides_all = false};
     }
     return load_bias_tile<kDType>(rows, tile.n, width, to);
   }();
-  panel->bias_rows = lies ? task.given.bias.data : nullptr;
-  panel->bias = is.is_zero || lies ? nullptr : to;
-  // What says of a tile at once that it is hidden has loaded nothing.
+  panel->bias_rows = in_tensor ? task.given.bias.data : nullptr;
+  panel->bias = is.is_zero || in_tensor ? nullptr : to;
+  // uniform_tile() has not loaded the tile.
   if (is.hides_all && panel->bias_step > 0) {
     std::fill_n(to, tile.n * width, -std::numeric_limits<float>::infinity());
   }
@@ -383,7 +381,7 @@ HWY_INLINE bool load_bias(const Task& task, const KeyTile& tile, bool loads, flo
   });
 }
 
-/// The bias of a whole tile, as it is, of dense rows: to [kBc][width].
+/// Loads the bias of a whole tile from dense rows to [kBc][width], numbers that hide included.
 template <DType kDType>
 HWY_NOINLINE void load_numbers_of(const BiasRows& rows, int64_t vectors, float* HWY_RESTRICT to) {
   if constexpr (kByWords<kDType>) {
@@ -397,8 +395,8 @@ HWY_INLINE void load_numbers(DType dtype, const BiasRows& rows, int64_t vectors,
       dtype, [&](auto constant) { load_numbers_of<decltype(constant)::value>(rows, vectors, to); });
 }
 
-/// Adds keys of dS, the gradient of the scores of a row, to that of the bias from element `at` on,
-/// the first n of them; elements of 16 bits have one part alone, and -0 is 0 in any sum.
+/// Adds the first n keys of dS, the gradient of the scores of a row, to dbias from element `at` on.
+/// Elements of 16 bits have only one summand, and -0 becomes 0 as in a sum.
 template <DType kDType>
 HWY_INLINE void add_bias_keys(const BiasSums& sums, int64_t at, int64_t n, V32 dS) {
   const F32 f;
@@ -419,7 +417,7 @@ HWY_INLINE void add_bias_keys(const BiasSums& sums, int64_t at, int64_t n, V32 d
   }
 }
 
-/// Adds dS [n][width] of a tile.
+/// Adds dS [n][width] of a tile to dbias.
 template <DType kDType>
 HWY_NOINLINE void add_bias_gradient_of(const BiasSums& sums, const Panel& panel,
                                        const KeyTile& tile, const float* HWY_RESTRICT dS) {
@@ -451,25 +449,27 @@ HWY_INLINE void add_bias_gradient(const BiasSums& sums, const Panel& panel, cons
   }
 }
 
-/// S + factor bias, from where that lies; whether it hides a key, or may.
+/// S += factor bias, from the tensor; returns whether some number may hide a key.
 template <DType kDType>
 HWY_INLINE bool add_numbers(const BiasRows& rows, int64_t vectors, float factor,
                             float* HWY_RESTRICT S, int64_t ld) {
   const F32 f;
   const U32 u;
   const V32 by = hn::Set(f, factor);
-  auto most = hn::Zero(u);  // as unsigned numbers the bits of what hides are the largest but NaNs'
+  // As unsigned numbers, the bits of the numbers that hide are larger than all but those of NaN.
+  auto max_bits = hn::Zero(u);
   for_numbers<kDType>(rows, vectors, [&](int64_t jj, int64_t v, V32 x) HWY_ATTR {
     float* const at = S + jj * ld + v * kLanes;
     hn::Store(hn::MulAdd(x, by, hn::Load(f, at)), f, at);
-    most = hn::Max(most, hn::BitCast(u, x));
+    max_bits = hn::Max(max_bits, hn::BitCast(u, x));
   });
   static_assert(kernels::kHidingBias == -0x1p115);
   const auto bound = hn::Set(u, 0xf9000000);
-  return !hn::AllTrue(u, hn::Eq(hn::Max(most, bound), bound));
+  return !hn::AllTrue(u, hn::Eq(hn::Max(max_bits, bound), bound));
 }
 
-/// Likewise of a panel. Keys that it hides have the score -inf then, and the bias is in memory.
+/// S += factor bias for a panel whose bias lies in the tensor. If some key is hidden, loads the
+/// bias to memory and sets the scores of hidden keys to -inf.
 template <DType kDType>
 HWY_NOINLINE void add_bias_rows(const Problem& p, const KeyTile& tile, float factor,
                                 float* HWY_RESTRICT S, int64_t ld, Panel* panel) {
@@ -494,8 +494,8 @@ HWY_NOINLINE void add_bias_rows(const Problem& p, const KeyTile& tile, float fac
   }
 }
 
-/// S + factor bias, which has the derivative `factor`; -inf where the bias is, whatever S is.
-/// `factor`: that of scores in the units of S.
+/// S += factor bias, and -inf where the bias is -inf, whatever S is. `factor` converts the bias to
+/// the units of S.
 HWY_INLINE void add_bias(const Problem& p, const KeyTile& tile, float factor, float* HWY_RESTRICT S,
                          int64_t ld, Panel* to) {
   if (to->bias_rows != nullptr) {

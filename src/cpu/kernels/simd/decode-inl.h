@@ -1,7 +1,7 @@
-// FlashAttention-3's split-KV for few query rows: a task takes a part of the keys and leaves an
-// unnormalized state; merging the states gives O and LSE. K and V are read once from memory and
-// widened in registers: lanes run along the head dim, where the memory is contiguous. Where the
-// heads of a key lie side by side, a task takes all of them, so that memory is read in its order.
+// FlashAttention-3's split-KV for few query rows: a task computes an unnormalized state over a part
+// of the keys, and the states are merged to O and LSE. K and V are read once from memory and
+// widened in registers: lanes run along the head dim, where memory is contiguous. Where the heads
+// of a key are contiguous, a task computes all of them, so that memory is read in order.
 #if defined(FULGUR_CPU_DECODE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_DECODE_INL_H_
 #undef FULGUR_CPU_DECODE_INL_H_
@@ -14,7 +14,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// More rows a kv head than this fill the panels' vectors well.
+/// The maximum rows a kv head that are decoded. More rows fill the vectors of panels well.
 constexpr int64_t kDecodeRows = std::min<int64_t>(16, kPanelRows);
 
 /// Sums the 128-bit blocks of a vector.
@@ -36,12 +36,12 @@ HWY_INLINE hn::Vec<hn::FixedTag<float, 4>> sum_lanes(V32 a, V32 b, V32 c, V32 d)
   return fold_blocks(f, hn::Add(hn::InterleaveLower(f, ac, bd), hn::InterleaveUpper(f, ac, bd)));
 }
 
-/// Where what is asked for goes: the L2 cache has room for more reads in flight than the L1 cache.
+/// The locality of prefetches, to the L2 cache: it can have more reads in flight than the L1 cache.
 constexpr int kToL2 = 2;
 
-/// Keys read side by side, each from its own run of the tile's keys and that in the order of
-/// memory: the hardware's prefetching follows such streams, and one alone keeps too few reads in
-/// flight.
+/// The streams of keys that are read in turns, each over its own run of the tile's keys in the
+/// order of memory. The hardware prefetcher follows such streams, and a single one has too few
+/// reads in flight.
 constexpr int kStreams = kRegisters == 32 ? 4 : 2;
 
 /// Calls body(streams, j, step) for all n keys of a tile: kEach keys from each of j, j + step, ...
@@ -53,13 +53,13 @@ HWY_INLINE void for_streams(int64_t n, const Body& body) {
   for (int64_t j = run * kStreams; j < n; j += kEach) body(std::integral_constant<int, 1>(), j, 0);
 }
 
-/// A tile of n keys of K or V: its rows of all heads of the task. The next tile ends at key `end`
-/// at most.
+/// A tile of n keys of K or V, with the rows of all heads of the task. The next tile ends at most
+/// at key `end`.
 struct DecodeTile {
   const char *at[kBc],
-      *soon[kBc];  // of the first head: a key, and one that its stream comes to later
+      *soon[kBc];  // the rows of the first head, and those that their streams reach later
   int64_t head;    // bytes from a row to that of the next head
-  int64_t bytes;   // of a row
+  int64_t bytes;   // bytes of a row
 
   DecodeTile(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim, int64_t j,
              int64_t n, int64_t end)
@@ -74,18 +74,18 @@ struct DecodeTile {
     }
   }
 
-  /// The row; asks for a later one.
+  /// The row of key j and head i; prefetches a later row.
   HWY_INLINE const char* row(int64_t j, int64_t i) const {
-    ask_for(soon[j] + i * head);
+    prefetch_row(soon[j] + i * head);
     return at[j] + i * head;
   }
-  /// Asks for the row.
-  HWY_INLINE void ask(int64_t j, int64_t i) const { ask_for(at[j] + i * head); }
+  /// Prefetches the row of key j and head i.
+  HWY_INLINE void prefetch(int64_t j, int64_t i) const { prefetch_row(at[j] + i * head); }
 
  private:
-  static constexpr int64_t kAhead = 4096;  // bytes
+  static constexpr int64_t kAhead = 4096;  // bytes between a row and the one that is prefetched
 
-  HWY_INLINE void ask_for(const char* row) const {
+  HWY_INLINE void prefetch_row(const char* row) const {
     for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, kToL2);
   }
 
@@ -95,8 +95,8 @@ struct DecodeTile {
   }
 };
 
-/// Rows of a task, one a lane: what they keep from tile to tile, and their scores of the current
-/// one.
+/// The rows of a task, one in each lane: their state over the tiles so far, and their scores of the
+/// current tile.
 struct DecodeRows {
   int64_t count, width;       // rows; lanes, a whole number of vectors
   std::vector<Panel> panels;  // of kPanelRows lanes each
@@ -116,7 +116,7 @@ struct DecodeRows {
     for (float*& tile : bias) tile = take_bias_tile(p, arena);
   }
 
-  /// Those of a kv head come first, and after them those of the next.
+  /// The rows of one kv head follow those of the kv head before.
   void start(const Task& task) {
     panels.resize((count + kPanelRows - 1) / kPanelRows);
     for (int64_t row = 0; row < count; row += kPanelRows) {
@@ -128,7 +128,7 @@ struct DecodeRows {
     std::fill_n(S, kBc * width + kLanes, 0.0f);
   }
 
-  /// Loads the bias of a tile, if there is one; whether it lets some row see some key.
+  /// Loads the bias of a tile, if the call has one; returns false if it hides all keys.
   bool take_bias(const Task& task, const KeyTile& tile) {
     bool sees = bias.empty();
     for (size_t i = 0; i < bias.size(); ++i) {
@@ -137,7 +137,7 @@ struct DecodeRows {
     return sees;
   }
 
-  /// S -> P of a tile.
+  /// Turns S of a tile into P.
   HWY_INLINE void probabilities(const Task& task, const KeyTile& tile) {
     const Problem& p = task.problem;
     for (size_t i = 0; i < panels.size(); ++i) {
@@ -156,7 +156,7 @@ struct DecodeRows {
                        [&](const Panel& panel) { return panel.mask.hides(tile); });
   }
 
-  /// Writes the states; returns where those of other rows begin.
+  /// Writes the states; returns the address after them.
   float* finish(int64_t dv, float* states) const {
     for (int64_t r = 0; r < count; ++r, states += dv + 2) {
       std::copy_n(O + r * round_up(dv, kLanes), dv, states);
@@ -182,13 +182,13 @@ HWY_INLINE void scale_rows(const float* HWY_RESTRICT alpha, float* HWY_RESTRICT 
 /// Products of elements widened to f32.
 template <DType kDType>
 struct Widened {
-  using Element = float;  // of Q
+  using Element = float;  // the elements of Q
   using Vector = V32;
-  static constexpr int64_t kElements = kLanes;  // of a vector
-  // Columns that are read together: those of a block share its scale.
+  static constexpr int64_t kElements = kLanes;  // elements of a vector
+  // The columns of a block of codes, which share its scale, are read together.
   static constexpr int64_t kStep = is_low_bit(kDType) ? 32 : kLanes;
 
-  /// Of blocks of codes: codes, and the scale of theirs.
+  /// The codes of a block, and their scale.
   static HWY_INLINE Vector code(const char* row, int64_t c) requires(has_block_scales(kDType)) {
     return load_block_codes<kDType>(row, c);
   }
@@ -202,7 +202,8 @@ struct Widened {
   static HWY_INLINE Vector query(const Element* at) { return hn::Load(F32(), at); }
   static HWY_INLINE V32 add(V32 sum, Vector a, Vector b) { return hn::MulAdd(a, b, sum); }
 
-  /// Q [count][ldq] of a task's rows; returns the factor that scores still want.
+  /// Loads Q [count][ldq] of a task's rows; returns the factor by which scores are still to be
+  /// scaled.
   static float load(const Task& task, const ForwardArgs& args, int64_t count, Element* Q,
                     int64_t ldq) {
     const Problem& p = task.problem;
@@ -212,7 +213,8 @@ struct Widened {
   }
 };
 
-/// S[k][row] = factor K_k . Q[row] for kCount keys, apart by `lds` in S, and kRows rows.
+/// S[k][row] = factor K_k . Q[row] for kRows rows and kCount keys, which are `lds` floats apart in
+/// S.
 template <class Products, int kCount, int kRows>
 HWY_INLINE void dot_block(const char* const* K, int64_t d,
                           const typename Products::Element* HWY_RESTRICT Q, int64_t ldq,
@@ -282,7 +284,7 @@ HWY_INLINE void dot_block(const char* const* K, int64_t d,
   }
 }
 
-/// Calls body(count, r) for blocks of rows from r on: of kMax, a power of 2, then of fewer.
+/// Calls body(count, r) for blocks of `count` rows from r on: of kMax, a power of 2, then of fewer.
 template <int kMax, class Body>
 HWY_INLINE void for_rows(int64_t rows, const Body& body, int64_t r = 0) {
   for (; r + kMax <= rows; r += kMax) body(std::integral_constant<int, kMax>(), r);
@@ -296,7 +298,7 @@ template <class Products, int kCount>
 HWY_INLINE void dot_rows(const char* const (&K)[kCount], int64_t d,
                          const typename Products::Element* HWY_RESTRICT Q, int64_t ldq,
                          float factor, int64_t rows, float* HWY_RESTRICT S, int64_t lds) {
-  // Where there are registers for it, eight rows share a load of K, two keys at a time.
+  // If there are enough registers, eight rows share a load of K, two keys at a time.
   constexpr int kMax = kCount == 4 ? 8 : 4;
   for_rows<kMax>(rows, [&](auto count, int64_t r) HWY_ATTR {
     constexpr int kRows = decltype(count)::value;
@@ -440,11 +442,11 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
   }
 }
 
-/// Memory for the numbers of some keys of a head of K or V: few enough to stay in L1 with the rows
-/// that they meet.
+/// The keys of a head of K or V whose codes become numbers in memory at a time: few enough to stay
+/// in the L1 cache together with the rows.
 constexpr int64_t kMadeKeys = 16;
 
-/// K or V of a task: where its elements are, and what makes numbers of them.
+/// K or V of a task, with its scales and zero points.
 struct DecodeOperand {
   const ConstTensor& t;
   const Layout& layout;
@@ -452,8 +454,8 @@ struct DecodeOperand {
   const Scaling& scaling;
   float* numbers;  // [kMadeKeys][round_up(dim)]
 
-  /// Whether rows become numbers in memory, instead of in registers: of formats that are fewest in
-  /// use, of zero points, and where a row has several scales.
+  /// Whether codes become numbers in memory, instead of in registers: those of rarely used formats,
+  /// with zero points, or with several scales in a row.
   bool made() const {
     constexpr DType kInRegisters[] = {DType::kE4M3, DType::kInt8, DType::kQ8_0, DType::kQ4_0};
     if (!is_low_bit(t.dtype)) return false;
@@ -462,7 +464,7 @@ struct DecodeOperand {
   }
 };
 
-/// Memory for the numbers of keys of K or V.
+/// Memory for the numbers of kMadeKeys keys of K or V.
 inline float* take_numbers(const Problem& p, Arena& arena) {
   const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
   return codes ? arena.take(kMadeKeys * round_up(std::max(p.d, p.dv), kLanes)) : nullptr;
@@ -490,7 +492,7 @@ HWY_INLINE void with_numbers(const Task& first, const DecodeOperand& of, int64_t
     for (int64_t at = 0; at < n; at += kMadeKeys) {
       const int64_t count = std::min(kMadeKeys, n - at);
       for (int64_t i = 0; i < heads; ++i) {
-        for (int64_t key = at; key < at + count; ++key) tile.ask(key, i);
+        for (int64_t key = at; key < at + count; ++key) tile.prefetch(key, i);
         load_keys(first.kv_head_after(i), of.t, of.layout, of.dim, j + at, count, of.numbers, ld,
                   of.scaling);
         compute(Widened<DType::kF32>(), MadeTile{of.numbers, ld}, count,
@@ -539,7 +541,7 @@ HWY_INLINE void descale_keys(const Scale* HWY_RESTRICT scale, int64_t step, int6
   }
 }
 
-/// S or P of a tile times the scales of keys whose codes are multiplied as they are.
+/// Multiplies S or P of a tile by the scales of the keys, whose codes are multiplied without them.
 HWY_NOINLINE inline void descale_scores(const Task& first, const DecodeOperand& of, int64_t j,
                                         int64_t n, const DecodeRows& all) {
   if (!of.scaling.given() || of.made()) return;
@@ -640,7 +642,7 @@ inline void decode_merge(const Task& task, const ForwardArgs& args, const float*
     std::fill(o, o + round_up(p.dv, kLanes), 0.0f);
     for (int64_t i = 0; i < splits; ++i) {
       const float* part = state(i);
-      if (part[p.dv + 1] == 0) continue;  // saw no key
+      if (part[p.dv + 1] == 0) continue;  // the row saw no key of this part
       const float weight = std::exp2(part[p.dv] - m);
       l += weight * part[p.dv + 1];
       for (int64_t c = 0; c < p.dv; ++c) o[c] += weight * part[c];

@@ -1,5 +1,6 @@
-// The expressions of a call on the CPU (expression/stages.h): rows and keys decide their own nodes
-// once, and what is left is computed a few keys of a tile at a time, an operation after the other.
+// The expressions of a call on the CPU (expression/stages.h). Nodes that depend on the row alone,
+// or on the key alone, are computed once for each; the others a few keys of a tile at a time, one
+// operation after the other.
 #if defined(FULGUR_CPU_EXPRESSION_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_EXPRESSION_INL_H_
 #undef FULGUR_CPU_EXPRESSION_INL_H_
@@ -19,7 +20,7 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// Of one task, on one thread. Without expressions it does nothing.
+/// The expressions of one task, on one thread. Does nothing in calls without expressions.
 class TaskExpressions {
  public:
   TaskExpressions(const Task& task, float* scratch) : task_(task), given_(task.given.expressions) {
@@ -44,7 +45,7 @@ class TaskExpressions {
   bool masks() const { return given() && call().mask >= 0; }
   bool changes_scores() const { return given() && call().score >= 0; }
 
-  /// The rows of a panel, which is that of number `number`.
+  /// Computes the nodes of the rows of panel `number`.
   void set_rows(const Panel& panel, int64_t row_begin, int64_t number) {
     if (!given()) return;
     const expression::StagedGraph& g = given_->graph;
@@ -70,7 +71,7 @@ class TaskExpressions {
     for (Known& one : known_[number]) one.j = -1;
   }
 
-  /// Leaves out tiles that the mask hides whole.
+  /// Skips the tiles that the mask hides completely.
   void skip_hidden(int64_t number, KeyTiles* tiles) {
     if (!masks()) return;
     for (; !tiles->done(); tiles->next()) {
@@ -83,7 +84,7 @@ class TaskExpressions {
     }
   }
 
-  /// The keys of the tile of number `number`, of which kTiles are kept.
+  /// Computes the nodes of the keys of tile `number`; those of kTiles tiles are kept.
   void set_columns(int64_t j, int64_t n, int64_t number) {
     if (!given()) return;
     const expression::StagedGraph& g = given_->graph;
@@ -101,8 +102,8 @@ class TaskExpressions {
     }
   }
 
-  /// Hides what the mask does in a tile: `bias` [kBc][width] then says so, with the bias that the
-  /// panel has there. Whether something is left.
+  /// Applies the mask to a tile: `bias` [kBc][width] takes the panel's bias, with -inf for the keys
+  /// that the mask hides. Returns whether some row sees some key.
   HWY_NOINLINE bool mask(const KeyTile& tile, int64_t number, int64_t columns, float* bias,
                          Panel* panel) {
     const Tile is = state(number, tile.j);
@@ -135,9 +136,9 @@ class TaskExpressions {
     return true;
   }
 
-  /// Changes the scores S [n][ld] of a tile, which are in log2 units. `slope`, where it is given,
-  /// takes the derivative, times what it has where `sloped`. Scores that become -inf are hidden, by
-  /// `bias` as above. What the gradients of tensors take is kept for add_gradients().
+  /// Changes the scores S [n][ld] of a tile, which are in log2 units. `slope`, if not null, takes
+  /// the derivative, times its previous value if `sloped`. Scores of -inf hide their keys, by
+  /// `bias` as above. Keeps the values that add_gradients() needs.
   HWY_NOINLINE void change_scores(const KeyTile& tile, int64_t number, int64_t columns,
                                   float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope,
                                   bool sloped, float* bias, Panel* panel) {
@@ -146,7 +147,7 @@ class TaskExpressions {
     const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
     const expression::StagedGraph& g = given_->graph;
     const V32 unit = hn::Set(f, g.subtracted ? -kLog2e : kLog2e);
-    V32 least = hn::Zero(f);
+    V32 min_score = hn::Zero(f);
     for (int64_t jj = 0; jj < tile.n; jj += kExpressionKeys) {
       const int64_t n = std::min(kExpressionKeys, tile.n - jj);
       run(g.score_nodes, jj, n, S + jj * ld, ld);
@@ -156,17 +157,17 @@ class TaskExpressions {
           float* const to = S + (jj + key) * ld + v * kLanes;
           const V32 x = hn::BitCast(f, load(change, key, v));
           const V32 y = g.added >= 0 ? hn::MulAdd(x, unit, hn::Load(f, to)) : hn::Mul(x, unit);
-          least = at_most(y, least);
+          min_score = at_most(y, min_score);
           hn::Store(y, f, to);
         }
       }
       if (slope != nullptr) store_slope(jj, n, sloped, slope + jj * ld, ld);
       if (task_.tensor_sums != nullptr) keep_gradients(jj, n);
     }
-    if (!hn::AllTrue(f, hn::Ne(least, none))) hide_infinite(tile, S, ld, bias, panel);
+    if (!hn::AllTrue(f, hn::Ne(min_score, none))) hide_infinite(tile, S, ld, bias, panel);
   }
 
-  /// Adds dS [n][width] of a tile, the gradients of its changed scores, to those of tensors.
+  /// Adds the gradients of tensors from dS [n][width], the gradients of a tile's changed scores.
   void add_gradients(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT dS) {
     if (task_.tensor_sums == nullptr) return;
     const int64_t size = kBc * kPanelRows;
@@ -177,7 +178,7 @@ class TaskExpressions {
         for (int64_t lane = 0; lane < panel.count; ++lane) {
           const int64_t entry = jj * panel.width() + lane;
           const float ds = dS[entry];
-          if (ds == 0) continue;  // what is hidden gives nothing, whatever its derivative is
+          if (ds == 0) continue;  // a hidden key adds nothing, even if its derivative is NaN
           sums[where_[s * size + entry]] +=
               static_cast<double>(ds) * derivatives_[s * size + entry];
         }
@@ -186,11 +187,11 @@ class TaskExpressions {
   }
 
  private:
-  /// Where the value of a node lies, for the keys from one on.
+  /// The address of the values of a node, from a key on.
   struct Operand {
     const int32_t* at;
-    int64_t key;  ///< from a key's to the next
-    bool one;     ///< the same for all rows
+    int64_t key;  ///< the stride from a key to the next
+    bool one;     ///< whether all rows share a value
   };
 
   const expression::CallGraph& call() const { return given_->graph.call; }
@@ -200,7 +201,7 @@ class TaskExpressions {
     return rows_ + number * static_cast<int64_t>(given_->graph.rows.size()) * kPanelRows;
   }
   const expression::MaskHulls& hulls() const { return given_->hulls[task_.b]; }
-  /// What the mask is in a tile of the rows of a panel, which skip_hidden() has come to lately.
+  /// The mask of a tile and the rows of a panel: of the tile that skip_hidden() found last.
   Tile state(int64_t number, int64_t j) {
     for (const Known& one : known_[number]) {
       if (one.j == j) return one.is;
@@ -239,7 +240,7 @@ class TaskExpressions {
     return x.one ? hn::Set(i, *from) : hn::Load(i, from + v * kLanes);
   }
 
-  /// out = of(key, vector) for n keys.
+  /// Sets out = of(key, vector) for n keys.
   template <class F>
   HWY_INLINE void each(int64_t n, int32_t* HWY_RESTRICT out, const F& of) const {
     const I32 i;
@@ -296,7 +297,7 @@ class TaskExpressions {
     };
     const auto from_mask = [&](auto mask)
                                HWY_ATTR { return hn::VecFromMask(i, hn::RebindMask(i, mask)); };
-    /// What vectors do not have.
+    /// Operations that Highway's vectors lack, lane by lane.
     const auto by_lanes = [&](auto&& of) HWY_ATTR {
       each(n, out, [&](int64_t key, int64_t v) HWY_ATTR {
         HWY_ALIGN int32_t a[kLanes], c[kLanes];
@@ -433,7 +434,7 @@ class TaskExpressions {
     }
   }
 
-  /// Elements of a tensor.
+  /// Loads elements of a tensor.
   HWY_NOINLINE void gather(const expression::Node& node, int64_t jj, int64_t n, int32_t* out) {
     const ConstTensor& t = given_->tensors[node.tensor];
     HWY_ALIGN int64_t places[kPanelRows];
@@ -465,7 +466,7 @@ class TaskExpressions {
     }
   }
 
-  /// Where a gather's elements of a key lie, one for each row.
+  /// The offsets of the elements that a gather reads for a key, one for each row.
   HWY_INLINE void find(const expression::Node& node, int64_t jj, int64_t key,
                        const int64_t* strides, int64_t* HWY_RESTRICT places) const {
     const ConstTensor& t = given_->tensors[node.tensor];
@@ -527,7 +528,7 @@ class TaskExpressions {
     }
   }
 
-  /// Scores of -inf hide their keys.
+  /// Hides the keys whose scores are -inf.
   HWY_NOINLINE void hide_infinite(const KeyTile& tile, const float* S, int64_t ld, float* bias,
                                   Panel* panel) const {
     const F32 f;
@@ -544,13 +545,13 @@ class TaskExpressions {
     panel->mask.hide(bias, tile.j, width_);
   }
 
-  /// e^x; 0 and inf where it leaves the range of f32.
+  /// e^x; 0 or inf if it leaves the range of f32.
   static HWY_INLINE V32 exponential(V32 x) {
     const F32 f;
     const V32 y = hn::Exp(f, hn::Min(hn::Set(f, 104.0f), x));
     return hn::IfThenElse(hn::IsNaN(x), x, y);
   }
-  /// -inf of 0, NaN of what is negative.
+  /// The logarithm: -inf for 0, NaN for negative numbers.
   static HWY_INLINE V32 logarithm(V32 x) {
     const F32 f;
     const V32 inf = hn::Set(f, std::numeric_limits<float>::infinity());
@@ -570,7 +571,7 @@ class TaskExpressions {
   expression::Place place_;
   std::vector<double> values_;
   const int32_t* tile_columns_[kTiles] = {};
-  /// The tiles of each panel that skip_hidden() came to last.
+  /// The tile of each panel that skip_hidden() found last.
   struct Known {
     int64_t j;
     Tile is;

@@ -16,7 +16,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 using U8 = hn::Rebind<uint8_t, F32>;
 using I8 = hn::Rebind<int8_t, F32>;
 
-/// kLanes bytes as integers.
+/// Loads kLanes bytes as integers.
 HWY_INLINE hn::Vec<I32> load_bytes(const uint8_t* at) {
   return hn::PromoteTo(I32(), hn::LoadU(U8(), at));
 }
@@ -49,7 +49,7 @@ HWY_INLINE V32 levels() {
                          hn::PromoteTo(I32(), hn::LoadU(I8(), Format<kDType>::kNumbers.data())));
   }
 }
-/// What codes c to c + 15 of a block stand for in such a vector, c = 0 or 16.
+/// The numbers of codes c to c + 15 of a block, looked up in such a vector; c is 0 or 16.
 template <DType kDType>
 HWY_INLINE V32 look_up(V32 numbers, const uint8_t* block, int64_t c) {
   const F32 f;
@@ -122,7 +122,7 @@ HWY_INLINE V32 broadcast_f16(const uint8_t* at) {
   return hn::PromoteTo(F32(), hn::BitCast(F16(), hn::Set(U16(), bits)));
 }
 
-/// The scale of a block's codes, and what is added to them then.
+/// The scale of a block's codes, and the number that is added to the scaled codes.
 template <DType kDType>
 struct BlockScale {
   V32 scale, low;
@@ -137,8 +137,8 @@ struct BlockScale {
   static constexpr bool kHasLow = Format<kDType>::kHigh == 4;
 };
 
-/// The numbers of a row of codes to `to`, the columns after `cols` zero up to `ld`; adds to
-/// `poison` what is NaN where one is not finite.
+/// Writes the numbers of a row of codes to `to`, and zeros in columns [cols, ld). Makes `poison`
+/// NaN if some number is not finite.
 template <DType kDType>
 HWY_INLINE void load_code_row(const uint8_t* row, int64_t cols, float* HWY_RESTRICT to, int64_t ld,
                               V32& poison) {
@@ -207,7 +207,8 @@ HWY_INLINE V32 load_numbers(const char* row, int64_t c) {
   }
 }
 
-/// The first n < kLanes of them, zeros after them. Blocks with scales have no such rest.
+/// The first n < kLanes of these numbers, and zeros after them. Rows of blocks with scales have no
+/// such remainder.
 template <DType kDType>
 HWY_INLINE V32 load_last_numbers(const char* row, int64_t c, int64_t n) {
   if constexpr (!is_low_bit(kDType)) {
@@ -300,7 +301,7 @@ HWY_INLINE bool load_scaled_rows_of(const void* src, int64_t stride, int64_t row
   return hn::AllFalse(f, hn::IsNaN(poison));
 }
 
-/// load_rows() of codes that have scales: (code - zero point) * scale.
+/// load_rows() for codes with scales in a tensor of their own: (code - zero point) * scale.
 HWY_NOINLINE inline bool load_scaled_rows(DType dtype, const void* src, int64_t stride,
                                           int64_t rows, int64_t cols, const RowScales& scales,
                                           const RowScales& zeros, float* HWY_RESTRICT dst,

@@ -15,8 +15,9 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kPackingRows = 5;  // see Kernels::packing_rows
 
-/// Keys of a bias that are asked for in turn, of rows of all panels: L2 has room for them twice.
-constexpr int64_t kAskedKeys = 2 * kBc;
+/// The keys of each row of a bias that are prefetched as one run. The L2 cache has room for two
+/// such runs of the rows of all panels.
+constexpr int64_t kPrefetchKeys = 2 * kBc;
 
 /// The row block in fast memory.
 struct ForwardScratch {
@@ -97,8 +98,8 @@ HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRIC
   }
 }
 
-/// O^T += V^T P^T where V holds inf or NaN: a key adds to the rows that see it and to no other, as
-/// 0 * NaN would.
+/// O^T += V^T P^T where V has inf or NaN: a key adds only to the rows that see it, because 0 * NaN
+/// is NaN.
 HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& tile, int64_t dv,
                                             const float* HWY_RESTRICT V, int64_t ldv,
                                             const float* HWY_RESTRICT P, int64_t ldp,
@@ -123,12 +124,12 @@ HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& t
   }
 }
 
-/// A finished row of a task, with its sink: the factor of O / l, and its LSE, where that is wanted.
+/// The end of a row, after its sink has joined: the factor of O / l, and LSE if it is wanted.
 struct RowEnd {
   float weight = 1, lse = 0;
 };
 
-/// Of row r, with the maximum m in log2 units.
+/// The end of row r, whose maximum m is in log2 units.
 HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
   const Problem& p = task.problem;
   RowEnd end;
@@ -139,7 +140,7 @@ HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
   return {static_cast<float>(joined.keys), static_cast<float>(joined.lse)};
 }
 
-/// O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
+/// Stores O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t row,
                             const Panel& panel, const float* HWY_RESTRICT Ot,
                             const float* HWY_RESTRICT m, const float* HWY_RESTRICT l,
@@ -190,7 +191,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     std::fill_n(s.l[count], panel.width(), 0.0f);
   }
 
-  // The panels walk side by side: a tile is widened once for all that see some of it.
+  // All panels visit a tile before the next one, so that it is widened only once.
   const auto next_tile = [&] {
     return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
       return x.tile().j < y.tile().j;
@@ -206,17 +207,18 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       if (tile.j != j) continue;
       tiles[i].next();
       expressions.skip_hidden(i, &tiles[i]);
-      // Calls multiply(begin, count) for the rows of a product, of which there are M, and asks for
-      // a half of this tile's share of the next run of a bias meanwhile.
-      const auto asking = [&](int64_t M, int half, const auto& multiply) HWY_ATTR {
+      // Calls multiply(begin, count) for parts of the M rows of a product, and prefetches half of
+      // this tile's share of the next run of the bias in between.
+      const auto with_prefetch = [&](int64_t M, int half, const auto& multiply) HWY_ATTR {
         if (!p.has(Arg::kBias)) return multiply(0, M);
-        const int64_t run = tile.j / kAskedKeys * kAskedKeys, next = run + kAskedKeys;
-        const int64_t keys = std::min(kAskedKeys, panel.mask.end() - next), steps = kAsked / 2;
+        const int64_t run = tile.j / kPrefetchKeys * kPrefetchKeys, next = run + kPrefetchKeys;
+        const int64_t keys = std::min(kPrefetchKeys, panel.mask.end() - next),
+                      steps = kPrefetchParts / 2;
         const int64_t step = round_up((M + steps - 1) / steps, 8);
         for (int64_t part = 0; part < steps; ++part) {
-          ask_for_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(), next, keys,
-                       (tile.j - run) / kBc * kAsked + half * steps + part,
-                       kAskedKeys / kBc * kAsked);
+          prefetch_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(), next,
+                        keys, (tile.j - run) / kBc * kPrefetchParts + half * steps + part,
+                        kPrefetchKeys / kBc * kPrefetchParts);
           const int64_t begin = std::min(M, part * step);
           multiply(begin, std::min(step, M - begin));
         }
@@ -228,7 +230,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
         loaded = true;
       }
       const int64_t width = panel.width();
-      asking(n, 0, [&](int64_t key, int64_t count) HWY_ATTR {
+      with_prefetch(n, 0, [&](int64_t key, int64_t count) HWY_ATTR {
         gemm<Init::kZero>(count, panel.vectors, p.d, {s.K + key * ldk, ldk, 1}, {s.Qt[i], width},
                           s.S + key * width, width, nullptr);
       });
@@ -239,7 +241,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
         drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
       }
       if (finite || !panel.mask.hides(tile)) {
-        asking(p.dv, 1, [&](int64_t c, int64_t count) HWY_ATTR {
+        with_prefetch(p.dv, 1, [&](int64_t c, int64_t count) HWY_ATTR {
           gemm<Init::kScaleAdd>(count, panel.vectors, n, {s.V + c, 1, ldv}, {s.S, width},
                                 s.Ot[i] + c * width, width, alpha);
         });

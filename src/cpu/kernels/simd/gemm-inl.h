@@ -1,4 +1,4 @@
-// The one matrix product of the CPU engine: broadcast A, vectors of B, a block of C in registers.
+// The matrix product of the f32 kernels: broadcast A, vectors of B, a block of C in registers.
 #if defined(FULGUR_CPU_GEMM_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_GEMM_INL_H_
 #undef FULGUR_CPU_GEMM_INL_H_
@@ -23,7 +23,7 @@ struct Vectors {
   int64_t stride;
 };
 
-/// What becomes of what C held.
+/// Whether a product overwrites C, adds to C, or scales and adds to C.
 enum class Init { kZero, kAdd, kScaleAdd };
 
 /// C[m][n] = sum_k A(m, k) B[k][n]            (kZero)

@@ -18,15 +18,16 @@ constexpr int64_t kBc = 64;     ///< keys of a tile
 constexpr int64_t kPanels = 8;  ///< row panels that share a widened K/V tile
 constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
 
-/// Where the gradient of the bias is added up: dbias itself, or floats in its shape.
+/// Where dbias is summed: in dbias itself, or in floats.
 struct BiasSums {
-  void* data = nullptr;  ///< null: nobody wants it
-  Problem::Bias at;      ///< 16 bits: each element has one part
+  void* data = nullptr;  ///< null: dbias is not wanted
+  Problem::Bias at;      ///< if of 16 bits, each element has only one summand
 };
 
-constexpr int64_t kExpressionKeys = 16;  ///< that an operation of an expression computes at a time
+constexpr int64_t kExpressionKeys =
+    16;  ///< keys that an operation of an expression computes at once
 
-/// Where a thread keeps the values of expressions, in words of 32 bits.
+/// The layout of a thread's memory for the values of expressions, in words of 32 bits.
 struct ExpressionLayout {
   int64_t uniform = 0, rows, columns, mixed, where, derivatives, words;
 
@@ -46,23 +47,23 @@ struct ExpressionLayout {
 /// The expressions of a call.
 struct GivenExpressions {
   const expression::StagedGraph& graph;
-  std::vector<ConstTensor> tensors;               ///< as the graph's
-  std::vector<expression::MaskHulls> hulls = {};  ///< of each sequence, where there is a mask
-  std::vector<int64_t> sums = {};  ///< where those of each tensor's gradient begin among a task's
-  int64_t scratch = 0;             ///< where their values lie in that of a thread
+  std::vector<ConstTensor> tensors;               ///< in the order of the graph
+  std::vector<expression::MaskHulls> hulls = {};  ///< of each sequence; empty without a mask
+  std::vector<int64_t> sums = {};  ///< the offset of each tensor's gradient in Task::tensor_sums
+  int64_t scratch = 0;             ///< the offset of the values in the scratch of a thread
 };
 
-/// What a call gives besides its tensors of rows.
+/// The arguments of a call that all its tasks use, apart from the tensors of rows.
 struct Given {
-  const float* slopes;  ///< ALiBi; null without
+  const float* slopes;  ///< of ALiBi, or null
   ConstTensor sinks;
   ConstTensor tree_mask, bias;
   kernels::DropoutMask dropout;
   OperandScaling scaling;
   BiasSums dbias{};
-  const GivenExpressions* expressions = nullptr;  ///< null without
+  const GivenExpressions* expressions = nullptr;  ///< may be null
 
-  /// The sink of q head h; there must be sinks.
+  /// The sink of q head h, in a call with sinks.
   double sink(int64_t h) const { return load_element(sinks.data, sinks.dtype, h); }
 };
 
@@ -74,12 +75,12 @@ struct Task {
   Sequence s;
   KvSpan keys;
   int64_t b, kv;
-  double* tensor_sums = nullptr;  ///< of the gradients of expressions' tensors; null: not wanted
+  double* tensor_sums = nullptr;  ///< takes the gradients of expressions' tensors; may be null
 
   int64_t rows() const { return problem.group() * s.sq; }
   int64_t head(int64_t r) const { return kv * problem.group() + r / s.sq; }
   int64_t query(int64_t r) const { return r % s.sq; }
-  /// That of the i-th kv head after this one.
+  /// The task of the i-th kv head after this one.
   Task kv_head_after(int64_t i) const { return {problem, given, s, keys, b, kv + i}; }
   /// Slope of q head h, 0 without ALiBi.
   float slope(int64_t h) const {
@@ -89,43 +90,43 @@ struct Task {
   }
 };
 
-/// Elements from a key's row to that of the next, as a rule: where pages are single rows, the step
-/// between pages that were handed out one after the other.
+/// The elements from the row of a key to that of the next. Where pages are single rows, this
+/// assumes that a sequence has consecutive pages.
 inline int64_t key_stride(const Problem& p, const Layout& layout) {
   return p.cache.page == 1 ? layout.batch : layout.row;
 }
 
-/// How fast a path computes long sequences, in parts of the f32 multiply-adds that vectors of its
-/// instruction set can do.
+/// How fast a path computes long sequences, as fractions of the peak rate of f32 multiply-adds on
+/// the vectors of its instruction set.
 struct Speeds {
   struct OfDims {
-    double narrow, wide;  ///< up to 64, and above
+    double narrow, wide;  ///< head dims up to 64, and above
   };
   OfDims forward, backward;
-  double decode;  ///< many rows, whose keys lie in caches
+  double decode;  ///< of many rows with keys in the CPU's caches
 };
 
 /// The kernels of one path. Scratch is aligned to 64 bytes and belongs to one thread.
 struct Kernels {
   const char* target;    ///< the vectors of an instruction set, or a path of bf16
-  bool vectors;          ///< multiply all that there is
+  bool vectors;          ///< whether f32 vectors make all products
   int64_t panel_rows;    ///< rows of a full panel
-  int64_t panels;        ///< of a block of rows, at most
-  int64_t packing_rows;  ///< of a block, that take as long as its keys take to be packed
+  int64_t panels;        ///< the maximum number of panels of a block of rows
+  int64_t packing_rows;  ///< packing the keys of a block takes as long as computing so many rows
 
   Speeds speeds;
-  int64_t row_keys;  ///< that take as long as what a row takes besides its keys
-  double (*fma_rounds)(int64_t rounds, float* sink);  ///< of its vectors: probes-inl.h
+  int64_t row_keys;  ///< the cost of a row apart from its keys is that of so many keys
+  double (*fma_rounds)(int64_t rounds, float* sink);  ///< probes the vectors: probes-inl.h
 
   int64_t (*forward_scratch)(const Problem&);  ///< floats
   /// O and LSE of rows [row_begin, row_end), at most `panels` panels.
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 
-  int64_t decode_rows;        ///< the most rows a kv head that are decoded
-  int64_t decode_on_vectors;  ///< of fewer rows than this, on vectors whatever the path
+  int64_t decode_rows;        ///< sequences of at most so many rows a kv head may be decoded
+  int64_t decode_on_vectors;  ///< with fewer rows a kv head, decode() uses f32 vectors
   int64_t (*decode_scratch)(const Problem&, int64_t heads,
-                            int64_t rows);  ///< floats, of a kv head's rows at most
+                            int64_t rows);  ///< floats; `rows` is the maximum of a kv head
   /// All rows of `heads` kv heads, from the task's on, over keys [key_begin, key_end): per row the
   /// unnormalized O, the maximum m (log2 units) and the sum l, as states [heads][rows][dv + 2].
   void (*decode)(const Task&, const ForwardArgs&, int64_t heads, int64_t key_begin, int64_t key_end,
@@ -146,7 +147,7 @@ struct Kernels {
   /// dQ of rows [row_begin, row_end): the sum of `parts` accumulators.
   void (*backward_dq)(const Task&, const BackwardArgs&, int64_t row_begin, int64_t row_end,
                       float* const* dq, int64_t parts);
-  int64_t (*dq_floats)(const Problem&, int64_t rows);  ///< of an accumulator: a multiple of 16
+  int64_t (*dq_floats)(const Problem&, int64_t rows);  ///< of a dQ accumulator, a multiple of 16
 };
 
 }  // namespace fulgur::cpu

@@ -1,5 +1,5 @@
 // The mask hook of the CPU's kernels: which keys each row of a panel sees, which tiles of keys need
-// the mask, and what becomes of the scores that it hides. call/mask.h has the intervals.
+// the mask, and the scores of hidden keys, -inf. call/mask.h has the intervals of keys.
 #if defined(FULGUR_CPU_MASK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_MASK_INL_H_
 #undef FULGUR_CPU_MASK_INL_H_
@@ -18,12 +18,13 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kPanelRows = 3 * kLanes;
 
-/// The keys that the rows of a panel see, one row a lane: those of [begin, end), and from `tree` on
-/// those with a bit in the row's words; of a tile with a bias, those that it does not hide.
+/// The keys that each row of a panel, one in each lane, sees: those of [begin, end) that, from key
+/// `tree` on, have a bit in the row's words, and that the bias of the current tile does not hide.
 class PanelMask {
  public:
   PanelMask() = default;
-  /// No row yet: each sees nothing. `words` are those of the sequence's queries; null: none.
+  /// A mask of rows that see nothing until set_row(). `words` has the tree mask of each query of
+  /// the sequence, or is null.
   PanelMask(const Problem& p, const Sequence& s, const uint64_t* words)
       : mask_(&p.mask),
         s_(s),
@@ -32,10 +33,10 @@ class PanelMask {
         all_{0, INT64_MAX},
         tree_(words == nullptr ? INT64_MAX : s.sk - s.sq) {}
 
-  /// The row of a lane is query i.
+  /// Sets the row of a lane to query i.
   void set_row(int64_t lane, int64_t i) {
     KeyRange keys = visible_keys(*mask_, s_, i);
-    int64_t gap = keys.end;  // the first key of these that the row does not see
+    int64_t gap = keys.end;  // the first of these keys that the row does not see
     if (words_ != nullptr) {
       const uint64_t word = words_[i];
       tree_word_[0][lane] = static_cast<int32_t>(word);
@@ -49,8 +50,8 @@ class PanelMask {
     if (!keys.empty()) any_ = {std::min(any_.begin, keys.begin), std::max(any_.end, keys.end)};
   }
 
-  /// Of the tile at hand, from key j on, the keys are hidden whose bias is -inf: [n][step], or
-  /// where a step is 0 [n] for all rows; null: none.
+  /// Hides the keys of the current tile, from key j on, whose bias is -inf. `bias` is [n][step], or
+  /// [n] for all rows if the step is 0, or null.
   void hide(const float* bias, int64_t j, int64_t step) {
     bias_ = bias;
     tile_ = j;
@@ -67,7 +68,7 @@ class PanelMask {
       return false;
     return j < tree_ || (tree_word_[(j - tree_) / 32][lane] >> (j - tree_) % 32 & 1) != 0;
   }
-  /// The keys of a tile that a row sees, whatever a bias hides: a bit each.
+  /// A bit for each key of a tile that a row sees, without what a bias hides.
   uint64_t keys_of(int64_t lane, const KeyTile& tile) const {
     static_assert(kBc == 64);
     const auto below = [](int64_t n) { return n >= 64 ? ~uint64_t{0} : (uint64_t{1} << n) - 1; };
@@ -80,9 +81,9 @@ class PanelMask {
     if (tree >= 0) return keys & (word << tree | below(tree));
     return tree > -64 ? keys & word >> -tree : 0;
   }
-  /// Where the keys that some row sees end.
+  /// The end of the keys that some row sees.
   int64_t end() const { return any_.end; }
-  /// The tiles of `keys` that some row sees; the others are empty.
+  /// The tiles of `keys` in which some row sees a key.
   KeyTiles tiles(KeyRange keys) const { return {keys, any_, all_, kBc}; }
 
  private:
@@ -93,20 +94,21 @@ class PanelMask {
   const uint64_t* words_ = nullptr;
   KeyRange any_, all_;  // keys that some row sees; keys that every row sees
   int64_t begin_[kPanelRows] = {}, end_[kPanelRows] = {};
-  int64_t tree_ = INT64_MAX;                         // keys from this one on have bits
-  HWY_ALIGN int32_t tree_word_[2][kPanelRows] = {};  // those of keys tree to tree + 31, and after
+  int64_t tree_ = INT64_MAX;  // the first key that has a bit
+  HWY_ALIGN int32_t
+      tree_word_[2][kPanelRows] = {};  // bits of 32 keys from tree_ on, and of 32 more
   const float* bias_ = nullptr;
   int64_t tile_ = 0, step_ = 0;
   static constexpr float kHidden = -std::numeric_limits<float>::infinity();
 };
 
-/// What each row sees of a tile.
+/// The keys of a tile that each row sees, as masks of vectors.
 struct Visible {
   HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];  // in keys relative to the tile
   const PanelMask& rows;
   int64_t tree;  // keys from this one on have bits
 
-  /// Of the rows of so many vectors.
+  /// The keys that the rows of so many vectors see.
   Visible(const PanelMask& rows, int64_t vectors, const KeyTile& tile)
       : rows(rows), tree(rows.tree_ - tile.j) {
     const auto [j, n, partial] = tile;
@@ -135,7 +137,8 @@ struct Visible {
   }
 };
 
-/// -inf for the scores S [n][ld] of a tile that the mask hides. A bias has made its own -inf.
+/// Sets the scores S [n][ld] of keys that the mask hides to -inf. add_bias() has done so for the
+/// keys that a bias hides.
 HWY_INLINE void hide_scores(const PanelMask& rows, int64_t vectors, const KeyTile& tile,
                             float* HWY_RESTRICT S, int64_t ld) {
   if (!tile.partial) return;

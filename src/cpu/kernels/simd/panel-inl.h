@@ -1,4 +1,4 @@
-// A panel: as many rows as three vectors hold, one row a lane.
+// A panel is up to three vectors of rows, one row in each lane.
 #if defined(FULGUR_CPU_PANEL_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_PANEL_INL_H_
 #undef FULGUR_CPU_PANEL_INL_H_
@@ -19,7 +19,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 constexpr float kLog2e = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-/// Hands out 64-byte aligned pieces of a thread's scratch; with a null base it only counts.
+/// Allocates pieces of a thread's scratch, aligned to 64 bytes. With a null base it only counts.
 class Arena {
  public:
   explicit Arena(float* base) : base_(base) {}
@@ -37,38 +37,38 @@ class Arena {
   int64_t used_ = 0;
 };
 
-/// Memory for the bias of a panel and a tile, one row a lane: [kBc][width].
+/// Memory for the bias of a panel and a tile, [kBc][width]; null in calls without a bias.
 inline float* take_bias_tile(const Problem& p, Arena& arena) {
   return p.has(Arg::kBias) || p.expressions.given() ? arena.take(kBc * kPanelRows) : nullptr;
 }
 
-/// What each row of a panel needs to know about itself.
+/// The rows of a panel: what masks, score rules, dropout and bias need of each.
 struct Panel {
-  int64_t count = 0;    ///< rows; the lanes after them compute what nobody reads
-  int64_t vectors = 0;  ///< vectors that hold them
+  int64_t count = 0;    ///< rows; the results of the lanes after them are not read
+  int64_t vectors = 0;  ///< the vectors that have these rows
   PanelMask mask;
   int64_t diagonal[kPanelRows];       ///< the key aligned with each query
   HWY_ALIGN float slope[kPanelRows];  ///< ALiBi, in log2 units
-  /// Those of dropout's random numbers: of each row, and of key 0.
+  /// The counter of dropout's random numbers: the part of each row, and the index of key 0.
   HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
   int64_t dropout_key;
-  int64_t bias_row[kPanelRows];   ///< where the bias of the row's keys begins
-  int64_t dbias_row[kPanelRows];  ///< and where its gradient does
+  int64_t bias_row[kPanelRows];   ///< the offset of the row's bias
+  int64_t dbias_row[kPanelRows];  ///< the offset of the row's dbias
   bool shares_bias = true;        ///< all rows have the same bias
-  /// Of the tile at hand: [n][bias_step], or where a step is 0 [n] for all rows. Null: it lies in
-  /// the tensor at bias_rows, and whether it hides keys is found when it is added, for which there
-  /// is memory; or where that is null, it is 0.
+  /// The bias of the current tile, [n][bias_step], or [n] for all rows if the step is 0. If it is
+  /// null, the bias lies in the tensor at bias_rows, and is 0 if these are null, too. add_bias()
+  /// then finds whether it hides keys, and loads it to bias_memory if so.
   const float* bias = nullptr;
   float* bias_memory = nullptr;
   int64_t bias_step = 0;
   const void* bias_rows = nullptr;
 
   int64_t width() const { return vectors * kLanes; }
-  /// Rows of the bias that differ.
+  /// The number of different rows of the bias.
   int64_t bias_count() const { return shares_bias ? 1 : count; }
 };
 
-/// A walk over the rows of a task from `row` on, without the divisions of query() and head().
+/// A walk over the rows of a task from `row` on, without the divisions of Task::query() and head().
 class RowWalk {
  public:
   RowWalk(const Task& task, int64_t row)
@@ -78,7 +78,7 @@ class RowWalk {
     query = 0;
     ++head;
   }
-  /// Where the row lies in a tensor of q heads (q, out, dout, dq, lse).
+  /// The offset of the row in a tensor of q heads (q, out, dout, dq, lse).
   int64_t offset(const Layout& layout) const {
     return layout.offset(task_.b, task_.s.q_begin + query, head);
   }
@@ -89,7 +89,7 @@ class RowWalk {
   const Task& task_;
 };
 
-/// Where the bias of query i of head h of sequence b begins, or its gradient.
+/// The offset of the bias of query i of head h of sequence b, or of its gradient.
 inline int64_t bias_offset(const Problem::Bias& at, int64_t b, int64_t h, int64_t i) {
   return b * at.batch + h * at.head + i * at.row;
 }
@@ -130,7 +130,7 @@ HWY_INLINE void multiply_wide(hn::Vec<U32> a, uint32_t factor, hn::Vec<U32>* hig
   *high = hn::OddEven(hn::BitCast(u, odd), hn::BitCast(u, hn::ShiftRight<32>(even)));
 }
 
-/// The words of dropout's random numbers of a counter, lane by lane
+/// Turns a counter in each lane into the words of dropout's random numbers
 /// (kernels/host_device/dropout.h).
 HWY_INLINE void random_words(kernels::PhiloxKey key, hn::Vec<U32> (&c)[kernels::kDropoutKeys]) {
   const U32 u;
@@ -145,8 +145,8 @@ HWY_INLINE void random_words(kernels::PhiloxKey key, hn::Vec<U32> (&c)[kernels::
   }
 }
 
-/// Dropout of a tile: P [n][ld] times 1 / (1 - p) where kept, 0 where dropped, also if P is NaN. j
-/// % 4 == 0. Where P and `second` are both given, both are treated alike.
+/// Dropout of P [n][ld] of a tile, and of `second` if it is not null: times 1 / (1 - p) if kept, 0
+/// if dropped, even if NaN. The tile begins at a multiple of 4 keys.
 HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
                      const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
                      float* HWY_RESTRICT second) {
@@ -182,7 +182,7 @@ inline void* address(const Tensor& t, int64_t offset) {
   return static_cast<char*>(t.data) + offset * size_of(t.dtype);
 }
 
-/// Keys [j, j + n) of K or V of a task, widened to dst [n][ld]; whether all are finite.
+/// Widens keys [j, j + n) of K or V of a task to dst [n][ld]; returns whether all are finite.
 HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                           int64_t j, int64_t n, float* HWY_RESTRICT dst, int64_t ld,
                           const Scaling& scaling = {}) {
@@ -203,7 +203,7 @@ HWY_INLINE bool load_keys(const Task& task, const ConstTensor& t, const Layout& 
   return finite;
 }
 
-/// Where keys [j, j + n) of K or V of a task lie.
+/// The addresses of keys [j, j + n) of K or V of a task.
 inline void key_addresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t j,
                           int64_t n, const char** to) {
   const int64_t entry = bytes_of(t.dtype, layout.batch), row = bytes_of(t.dtype, layout.row);
@@ -216,13 +216,13 @@ inline void key_addresses(const Task& task, const ConstTensor& t, const Layout& 
   }
 }
 
-/// Where row r of a task lies in a tensor of q heads (q, out, dout, dq, lse).
+/// The offset of row r of a task in a tensor of q heads (q, out, dout, dq, lse).
 inline int64_t row_offset(const Task& task, const Layout& layout, int64_t r) {
   return layout.offset(task.b, task.s.q_begin + task.query(r), task.head(r));
 }
 
-/// Rows [row, row + count) of q, out or dout, widened to dst [width][ld], the rows after them
-/// zero; whether all are finite.
+/// Widens rows [row, row + count) of q, out or dout to dst [width][ld], with zeros in the rows
+/// after them; returns whether all are finite.
 HWY_INLINE bool load_queries(const Task& task, const ConstTensor& t, const Layout& layout,
                              int64_t dim, int64_t row, int64_t count, int64_t width,
                              float* HWY_RESTRICT dst, int64_t ld, const Scaling& scaling = {}) {

@@ -1,5 +1,5 @@
-// The score hook of the CPU's kernels: what becomes of the products of Q and K before the softmax.
-// Softcap, ALiBi, expressions and a dense bias are its bodies.
+// The score hook of the CPU's kernels: softcap, ALiBi, expressions and a dense bias change the
+// products of Q and K before the softmax.
 #if defined(FULGUR_CPU_SCORE_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_SCORE_INL_H_
 #undef FULGUR_CPU_SCORE_INL_H_
@@ -22,8 +22,8 @@ inline float query_factor(const Problem& p) {
   return static_cast<float>(p.softcap > 0 ? p.scale : p.scale * 1.4426950408889634);
 }
 
-/// Whether the factor is all that scores differ from products by, when a dense bias has been added
-/// to these over the scale. With a small one it might be no number then.
+/// Whether scores are products times the factor, after a dense bias over the scale has been added
+/// to the products. A small scale would make that overflow.
 inline bool only_scales(const Problem& p) {
   constexpr double kLeast = 0x1p-12;
   return p.softcap == 0 && !p.has(Arg::kAlibiSlopes) && (!p.has(Arg::kBias) || p.scale >= kLeast);
@@ -34,12 +34,12 @@ inline bool has_score_slope(const Problem& p) {
   return p.softcap > 0 || p.expressions.changes_scores();
 }
 
-/// softcap tanh(S / softcap). `slope`, where it is given, takes the derivative 1 - tanh^2.
+/// S = softcap tanh(S / softcap). `slope`, if not null, takes the derivative 1 - tanh^2.
 HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, int64_t n, float* HWY_RESTRICT S,
                                int64_t ld, float* HWY_RESTRICT slope) {
   const F32 f;
-  // Beyond these f32 knows no difference, from scores of 0 and from no cap, and neither the cap
-  // nor its reciprocal would be a normal number.
+  // Softcaps beyond these have the results of these in f32: scores of 0, and scores without a cap.
+  // They, or their reciprocals, would not be normal numbers.
   const double softcap = std::clamp(p.softcap, 1e-37, 1e37);
   const V32 cap = hn::Set(f, static_cast<float>(softcap * 1.4426950408889634));
   const V32 per_cap = hn::Set(f, static_cast<float>(1 / softcap));
@@ -55,7 +55,7 @@ HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, int64_t n, flo
   }
 }
 
-/// S - alibi |distance of the row's diagonal from the key|, which has the derivative 1.
+/// S -= slope |distance of the key from the row's diagonal|, which has the derivative 1.
 HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT S,
                              int64_t ld) {
   const F32 f;
@@ -73,9 +73,9 @@ HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY
   }
 }
 
-/// Turns the products S [n][ld] of a tile, with their factor, into scores in log2 units, and those
-/// that the mask hides into -inf. `slope` takes the derivatives of the scores by their scaled
-/// products; null: nobody wants them, or all are 1.
+/// Turns the scaled products S [n][ld] of a tile into scores in log2 units, with -inf for the keys
+/// that the mask hides. `slope`, if not null, takes the derivatives of the scores by the scaled
+/// products; it is null where they are not wanted, or all 1.
 HWY_INLINE void score_rule(const Problem& p, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
                            float* HWY_RESTRICT slope, Panel* panel) {
   if (p.softcap > 0) softcap_scores(p, panel->vectors, tile.n, S, ld, slope);
@@ -84,8 +84,8 @@ HWY_INLINE void score_rule(const Problem& p, const KeyTile& tile, float* HWY_RES
   hide_scores(panel->mask, panel->vectors, tile, S, ld);
 }
 
-/// What of a tile the masks of the bias and of expressions leave: whether some row of a panel sees
-/// some key. `bias` is memory of a tile.
+/// Prepares the bias and the mask of expressions of a tile; returns whether some row of a panel
+/// sees some key. `bias` is memory for a tile.
 HWY_INLINE bool begin_tile(const Task& task, TaskExpressions& expressions, int64_t number,
                            int64_t columns, const KeyTile& tile, float* bias, Panel* panel) {
   if (task.problem.has(Arg::kBias)) {
@@ -98,8 +98,8 @@ HWY_INLINE bool begin_tile(const Task& task, TaskExpressions& expressions, int64
   return !expressions.masks() || expressions.mask(tile, number, columns, bias, panel);
 }
 
-/// score_rule() with expressions that change scores; not part of the loops that have none, for
-/// which the compiler then finds better code.
+/// score_rule() with expressions that change scores. It is not inlined, so that the compiler makes
+/// better code of the loops of calls without expressions.
 HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpressions& expressions,
                                                    int64_t number, int64_t columns,
                                                    const KeyTile& tile, float* HWY_RESTRICT S,
@@ -112,7 +112,7 @@ HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpress
   hide_scores(panel->mask, panel->vectors, tile, S, ld);
 }
 
-/// score_rule() with the expressions of a task, whose rows and columns are those of these numbers.
+/// score_rule() of a task that may have expressions, for the panel and the tile of these numbers.
 HWY_INLINE void score_rule(const Problem& p, TaskExpressions& expressions, int64_t number,
                            int64_t columns, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
                            float* HWY_RESTRICT slope, float* bias, Panel* panel) {

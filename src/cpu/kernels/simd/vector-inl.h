@@ -1,4 +1,4 @@
-// Vectors of floats: their width, exp2, and the way between memory of any dtype and f32.
+// Vectors of floats: their width, exp2, and conversions between memory of any dtype and f32.
 #if defined(FULGUR_CPU_VECTOR_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_VECTOR_INL_H_
 #undef FULGUR_CPU_VECTOR_INL_H_
@@ -31,20 +31,20 @@ using U16 = hn::Rebind<uint16_t, F32>;
 using F16 = hn::Rebind<hwy::float16_t, F32>;
 using V32 = hn::Vec<F32>;
 
-/// Floats in a vector; every padded row and panel is a multiple of it.
+/// The floats of a vector. Padded rows and panels are multiples of it.
 constexpr int64_t kLanes = HWY_MAX_BYTES / sizeof(float);
 /// Vector registers of the target.
 constexpr int kRegisters = HWY_MAX_BYTES == 64 || HWY_ARCH_ARM_A64 ? 32 : 16;
 
-/// F16C and its like convert f16 in hardware; elsewhere scalar code does.
+/// Whether the target converts f16 in hardware, as F16C does; if not, scalar code does.
 constexpr bool kHardwareF16 = HWY_MAX_BYTES >= 32 || HWY_ARCH_ARM_A64;
 
 constexpr int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-/// The larger, the smaller of `bound` and x, or x where it is NaN: there x86's instructions give
-/// the second operand, ARM's the one that is a number.
+/// The maximum, and the minimum, of `bound` and x, or x if it is NaN. For NaN, x86's instructions
+/// return the second operand, ARM's the operand that is a number.
 HWY_INLINE V32 at_least(V32 bound, V32 x) {
   if constexpr (HWY_ARCH_ARM) return hn::IfThenElse(hn::Gt(bound, x), bound, x);
   return hn::Max(bound, x);
@@ -63,7 +63,7 @@ HWY_INLINE V32 polynomial(V32 r, const float (&c)[7]) {
 }
 
 #if HWY_TARGET == HWY_AVX3
-/// Whether results below 2^-126 are 0, for a scope.
+/// Sets whether the CPU flushes results below 2^-126 to 0, for a scope.
 class Flushing {
  public:
   explicit Flushing(bool on) : before_(_mm_getcsr()) {
@@ -92,7 +92,7 @@ HWY_INLINE V32 exp2(V32 x) {
   return V32{_mm512_scalef_ps(p.raw, x.raw)};
 }
 #else
-/// The exp2 below makes no result below 2^-126.
+/// Not needed here: the exp2 below makes no result below 2^-126.
 struct Flushing {
   explicit Flushing(bool) {}
 };
