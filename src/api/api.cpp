@@ -13,8 +13,8 @@ namespace {
 
 constexpr size_t kMaxPlans = 1024;
 
-/// The plan of a call: that of an earlier one of this shape, or a new one. `run`: of the call that
-/// waits for it, if one does.
+/// The plan of a call: from the cache, or a new one. `run` is the run of the call that waits for
+/// the plan, or null.
 template <class Args>
 std::shared_ptr<const Plan::Impl> plan_of_call(const Args& args, const Options& options,
                                                const Run* run) {
@@ -30,7 +30,7 @@ std::shared_ptr<const Plan::Impl> plan_of_call(const Args& args, const Options& 
   return plan;
 }
 
-/// The spine: validate, plan or find the plan, run.
+/// Computes a call: checks it, finds or makes its plan, and runs the plan.
 template <class Args>
 void call(const Args& args, const Options& options, const Run& run) {
   run_plan(*plan_of_call(args, options, &run), args, run);

@@ -47,7 +47,7 @@ void expand_blocks(const BlockLists& lists, const Tensor& blocks) {
   const Numbers begins("offsets", offsets, "([[batch,] heads,] row blocks + 1)", last + 1);
   const Numbers numbers("indices", indices, "(count)", 1);
   const int64_t count = indices.shape[0], maps = offsets.numel() / (rows + 1);
-  // Checked before anything is written.
+  // All numbers are checked before anything is written.
   for (int64_t i = 0; i < maps * (rows + 1); ++i) {
     const int64_t begin = begins[i], before = i % (rows + 1) == 0 ? 0 : begins[i - 1];
     if (begin < before || begin > count) {

@@ -63,7 +63,7 @@ fulgur_status failed(fulgur_status status, const char* message) noexcept {
   try {
     last_error = message;
   } catch (...) {
-    last_error.clear();  // no memory for the words
+    last_error.clear();  // there was no memory for the message
   }
   return status;
 }
@@ -124,7 +124,7 @@ static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 3);
 static_assert(kPointers<fulgur_scores_args> == fulgur::kScoresTensors + 5);
 static_assert(kPointers<fulgur_append_args> == fulgur::kAppendTensors + 2);
 
-/// A struct of the caller's, all 0 where it is not given.
+/// A struct of the caller, or one of zeros if the pointer is null.
 template <class Struct>
 Struct optional(const char* name, const Struct* given) {
   return given == nullptr ? Struct{} : read_struct(name, given, kMinTensors<Struct>);
@@ -169,7 +169,7 @@ fulgur::Descales convert(const fulgur_descales& from) {
   return to;
 }
 
-/// Codes that may come as bytes.
+/// Gives a tensor the dtype of a low-bit format, if one is named: C callers pass codes as bytes.
 template <class T>
 void read_format(const char* format, const char* name, T& t) {
   if (format != nullptr) t = t.as(fulgur::format_named(format), name);
@@ -358,7 +358,7 @@ const Group& required(const fulgur_group* group) {
   return group->group;
 }
 
-/// `*group` <- what `make` returns.
+/// Sets `*group` to the result of `make`.
 template <class Make>
 fulgur_status make_group(fulgur_group** group, const Make& make) {
   return guarded([&] {
@@ -401,13 +401,13 @@ void give_text(const std::string& from, char* text, size_t size, size_t* length)
   text[count] = 0;
 }
 
-/// A plan of a handle.
+/// The plan that a handle stands for.
 const fulgur::Plan& required(const fulgur_plan* plan) {
   if (plan == nullptr) fail("plan", "got null, want a plan");
   return plan->plan;
 }
 
-/// `planned(args, options)` makes it.
+/// Makes a handle of the plan that `planned(args, options)` returns.
 template <class Args, class Planned>
 fulgur_status make_plan(const Args* args, const fulgur_options* options, fulgur_plan** plan,
                         const Planned& planned) {

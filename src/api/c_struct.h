@@ -1,5 +1,5 @@
-/// The structs of the C API begin with their size, as the caller was compiled to know them. Fields
-/// are only ever added at their end.
+// The structs of the C API begin with their size in the version that the caller was compiled with.
+// New versions only add fields at the end.
 #pragma once
 
 #include <algorithm>
@@ -10,22 +10,22 @@
 
 namespace fulgur {
 
-/// Whether some version of the struct may have this size. `least`: its size in its first version. A
-/// size that is no multiple of the alignment would cut a field, and half a pointer is none.
+/// Whether a version of the struct may have this size. `min_size` is the size in the first version.
+/// A size that is no multiple of the alignment would end within a field.
 template <class Struct>
-constexpr bool is_struct_size(size_t size, size_t least) {
-  return size >= least && size % alignof(Struct) == 0;
+constexpr bool is_struct_size(size_t size, size_t min_size) {
+  return size >= min_size && size % alignof(Struct) == 0;
 }
 
-/// The caller's struct as this library knows it. What the caller's version lacks is that of
-/// `defaults`; what the library lacks must be 0.
+/// The caller's struct in the version of this library. Fields that the caller's version lacks come
+/// from `defaults`; fields that the library lacks must be 0.
 template <class Struct>
-Struct read_struct(const char* name, const Struct* given, size_t least, Struct defaults = {}) {
+Struct read_struct(const char* name, const Struct* given, size_t min_size, Struct defaults = {}) {
   if (given == nullptr) fail(name, "got null, want a struct");
   const size_t size = given->struct_size;
-  if (!is_struct_size<Struct>(size, least)) {
+  if (!is_struct_size<Struct>(size, min_size)) {
     fail(name, "struct_size is {}, want the sizeof of the struct, at least {} and a multiple of {}",
-         size, least, alignof(Struct));
+         size, min_size, alignof(Struct));
   }
   const auto* bytes = reinterpret_cast<const unsigned char*>(given);
   if (size > sizeof(Struct) &&
@@ -39,7 +39,7 @@ Struct read_struct(const char* name, const Struct* given, size_t least, Struct d
   return defaults;
 }
 
-/// Fills a caller's struct of `size` bytes; what this library does not know of becomes 0.
+/// Fills a caller's struct of `size` bytes; fields that this library lacks become 0.
 template <class Struct>
 void write_struct(Struct* to, size_t size, Struct mine) {
   mine.struct_size = size;

@@ -55,7 +55,7 @@ CodeTensor checked(const ConstTensor& x, bool x_written, const ConstTensor& code
       fail(names[i], "shares its memory with {}; an output needs its own", names[j]);
     }
   }
-  // What is only read is not written through these.
+  // const_cast: tensors that are only read are never written through these pointers.
   return {*format_of(codes.dtype),
           const_cast<void*>(codes.data),
           rows_layout(codes),

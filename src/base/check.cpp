@@ -20,7 +20,7 @@ ConstTensor blocks_of(ConstTensor t) {
   return t;
 }
 
-/// Rows of whole blocks, which begin at blocks.
+/// Checks that rows have whole blocks and begin at blocks.
 void check_blocks(const char* name, const ConstTensor& t) {
   const int64_t block = block_of(t.dtype);
   if (block == 1) return;
@@ -36,7 +36,7 @@ void check_blocks(const char* name, const ConstTensor& t) {
   }
 }
 
-/// The stride of a dimension; 0 where its one index is never stepped from and it may be anything.
+/// The stride of a dimension; 0 if the dimension has size 1, where the stride has no meaning.
 int64_t used_stride(const ConstTensor& t, int i) { return t.shape[i] > 1 ? t.strides[i] : 0; }
 
 }  // namespace
@@ -186,7 +186,7 @@ bool intersect(const Extent& a, const Extent& b, uint64_t pitch) {
 bool share_memory(const ConstTensor& a, const ConstTensor& b) {
   if (a.numel() == 0 || b.numel() == 0) return false;
   if (!intersect(extent(a, 0), extent(b, 0))) return false;
-  // Disjoint still if they take different parts of every period of some pitch.
+  // The tensors are disjoint, too, if they have different parts of each period of some pitch.
   for (const ConstTensor& t : {blocks_of(a), blocks_of(b)}) {
     for (int i = 0; i < t.rank; ++i) {
       const int64_t pitch = t.shape[i] > 1 ? std::abs(t.strides[i]) * size_of(t.dtype) : 0;

@@ -19,7 +19,7 @@ inline uint16_t bf16_from_f32(float x) {
   return static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
 }
 
-// Those of f16 mask results instead of branching, so that loops over them vectorize.
+// The conversions of f16 mask results instead of branching, so that loops over them vectorize.
 
 inline float f32_from_f16(uint16_t x) {
   const uint32_t sign = uint32_t{x & 0x8000u} << 16, magnitude = x & 0x7fffu;

@@ -28,7 +28,7 @@ std::string quoted(std::string_view text) {
 struct Json {
   std::string operator()(bool value) const { return value ? "true" : "false"; }
   std::string operator()(int64_t value) const { return fmt::format("{}", value); }
-  // With a decimal point, so that a reader takes whole ones for floating-point numbers, too.
+  // Whole numbers get a decimal point, so that a reader takes them for floating-point numbers.
   std::string operator()(double value) const {
     return std::isfinite(value) ? fmt::format("{:#}", value) : "null";
   }

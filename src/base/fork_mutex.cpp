@@ -4,7 +4,7 @@
 
 namespace fulgur {
 
-/// Those of the process that were ever locked.
+/// All mutexes of the process that were ever locked.
 struct ForkMutexes {
   static constinit std::mutex mutex;  ///< of the list
   static constinit ForkMutex* first;
@@ -33,7 +33,7 @@ struct ForkMutexes {
     mutex.unlock();
   }
 
-  /// Before any thread can lock one.
+  /// Registers the handlers of fork() before any thread can lock a mutex.
   [[gnu::constructor]] static void watch_forks() {
     pthread_atfork(hold_all, release_all, release_all);
   }

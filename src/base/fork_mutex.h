@@ -40,9 +40,9 @@ class ForkMutex {
   ForkMutex* next_ = nullptr;  ///< of those that fork() knows
 };
 
-/// What a process makes once, at first use. A function's static has a guard that stays locked in a
-/// child where another thread was about to make it; fork() waits for this one. It is never
-/// destroyed, as threads may compute while the process ends. A variable of this type is static.
+/// A value that is made once, at first use, for static variables. The guard of a function's static
+/// stays locked in a child of fork() where another thread was making the value; fork() waits for a
+/// MadeOnce. It is never destroyed, as threads may compute while the process ends.
 template <class T>
 class MadeOnce {
  public:

@@ -120,7 +120,7 @@ struct Format<DType::kInt4> : Integers<4> {
   static constexpr const char* kName = "int4";
 };
 
-/// What a block is scaled by, as its quantization finds it: the finite numbers' extremes.
+/// The extremes of the finite numbers of a block, from which its scale follows.
 struct Extremes {
   float largest = 0;  ///< by magnitude, with its sign; the first of equal ones
   float min = std::numeric_limits<float>::max(), max = -min;  ///< of no number: min > max
@@ -145,10 +145,10 @@ struct Extremes {
   }
 };
 
-/// As a number of f16, but for NaN; what is too large for one is the largest.
+/// Clamps a number to the range of f16; NaN stays.
 inline float in_f16(float x) { return std::isnan(x) ? x : std::clamp(x, -65504.0f, 65504.0f); }
 
-/// 1 / scale; 0 where that is no number, and all codes are that of 0.
+/// 1 / scale; 0 if that is not finite, which makes all codes that of 0.
 inline float inverse_of(float scale) {
   const float inverse = 1 / scale;
   return std::isfinite(inverse) ? inverse : 0;
@@ -166,7 +166,7 @@ struct GgmlBlock {
 
   static float scale(const uint8_t* block) { return half(block); }
   static float low(const uint8_t* block) { return has_low ? half(block + 2) : 0; }
-  /// As an unsigned number.
+  /// The bits of code i as an unsigned number.
   static int raw(const uint8_t* block, int i) {
     if constexpr (bits == 8) return block[kCodes + i];
     const int lower = block[kCodes + i % 16] >> (i / 16 * 4) & 15;
@@ -200,8 +200,8 @@ struct GgmlBlock {
   }
 };
 
-/// Of codes from -2^(bits - 1) on, the lowest of which the number of largest magnitude becomes; of
-/// 8 bits, which lie in two's complement, the numbers of largest magnitude are -127 or 127.
+/// A format of codes from -2^(bits - 1) on. The number of largest magnitude becomes the lowest
+/// code; with 8 bits, in two's complement, it becomes -127 or 127.
 template <int bits>
 struct GgmlSymmetric : GgmlBlock<bits, false> {
   using Block = GgmlBlock<bits, false>;
@@ -220,14 +220,14 @@ struct GgmlSymmetric : GgmlBlock<bits, false> {
     const float inverse = inverse_of(scale);
     for (int i = 0; i < Block::kBlock; ++i) {
       const float moved = inverse == 0 ? 0 : std::rint(x[i] * inverse);
-      const float most = bits == 8 ? 127 : kHalf - 1;
+      const float max = bits == 8 ? 127 : kHalf - 1;
       Block::put_raw(block, i,
-                     kHalf + static_cast<int>(std::clamp(moved, bits == 8 ? -most : -kHalf, most)));
+                     kHalf + static_cast<int>(std::clamp(moved, bits == 8 ? -max : -kHalf, max)));
     }
   }
 };
 
-/// Of codes from the smallest number, which is 0, to the largest.
+/// A format whose codes divide the range from the smallest number, code 0, to the largest.
 template <int bits>
 struct GgmlRange : GgmlBlock<bits, true> {
   using Block = GgmlBlock<bits, true>;
@@ -272,7 +272,7 @@ struct Format<DType::kQ5_1> : GgmlRange<5> {
   static constexpr const char* kName = "q5_1";
 };
 
-/// Codes are indices of numbers that are denser around 0.
+/// Codes are indices into a table of numbers that are denser around 0.
 template <>
 struct Format<DType::kIQ4_NL> : GgmlBlock<4, false> {
   static constexpr const char* kName = "iq4_nl";
@@ -297,24 +297,25 @@ struct Format<DType::kIQ4_NL> : GgmlBlock<4, false> {
   }
 };
 
-/// A format as the table has it.
+/// A row of the table of formats.
 struct FormatRow {
   DType dtype;
   const char* name;
   int bits, block, bytes;
-  bool scaled;            ///< by f16 numbers in its blocks; else by a tensor of their own
-  bool integers;          ///< which may have a zero point
-  float lowest, largest;  ///< the codes as numbers, without a scale in the block
-  /// Number i of an array of codes, without a scale of another tensor.
+  bool scaled;            ///< whether its blocks have scales in f16; if not, a tensor has them
+  bool integers;          ///< whether codes are integers, which may have a zero point
+  float lowest, largest;  ///< the extreme codes as numbers, where blocks have no scales
+  /// Number i of an array of codes, without a scale that lies in a tensor.
   float (*number)(const void* codes, int64_t i);
-  /// Of n codes or numbers, whole blocks. Without a scale in the block: x is in units of the scale.
+  /// Convert n codes to numbers, and n numbers to codes; n is a multiple of the block. Where blocks
+  /// have no scales, x is in units of the scale.
   void (*unpack)(const void* codes, int64_t n, float* x);
   void (*pack)(const float* x, int64_t n, void* codes);
 };
 
-/// The row of a dtype; null of one that is no low-bit format.
+/// The row of a dtype; null if the dtype is no low-bit format.
 const FormatRow* format_of(DType dtype);
-/// All rows.
+/// All rows of the table.
 std::span<const FormatRow> formats();
 /// The row of this name, or null.
 const FormatRow* find_format(const char* name);

@@ -4,7 +4,7 @@
 
 namespace fulgur {
 
-/// Checked.
+/// A call of hadamard() whose arguments are checked.
 struct HadamardCall {
   ConstTensor x;
   Tensor y;
@@ -12,9 +12,9 @@ struct HadamardCall {
   int64_t batch, rows, heads, columns;
 };
 
-/// A row of so many columns.
+/// Transforms one row in place.
 void hadamard(float* x, int64_t columns, bool inverse);
-/// Of tensors in the host's memory.
+/// Transforms tensors in host memory.
 void hadamard(const HadamardCall& call, int threads);
 
 }  // namespace fulgur

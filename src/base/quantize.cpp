@@ -11,7 +11,7 @@
 namespace fulgur {
 namespace {
 
-/// Rounded as a tensor of scales keeps it.
+/// A scale, rounded to the dtype of its tensor.
 float rounded(float x, DType dtype) {
   return dtype == DType::kF16 ? f32_from_f16(f16_from_f32(in_f16(x))) : x;
 }
@@ -33,7 +33,7 @@ size_t set_of(const Scales& at, const CodeTensor::Row& r, int64_t heads) {
   return static_cast<size_t>((at.batch == 0 ? 0 : r.b) * heads + (at.head == 0 ? 0 : r.h));
 }
 
-/// The means of the columns of each head of a sequence, of those numbers that are finite.
+/// Computes the means of the columns of each head of a sequence, over the finite numbers.
 void write_means(const QuantizeCall& c, int threads) {
   constexpr int64_t kSlices = kernels::kMeanSlices;
   const Layout from = rows_layout(c.x);
@@ -76,7 +76,7 @@ ScaleOfCodes CodeTensor::fit(const Extremes& e) const {
   if (e.nan && format.integers) return {nan, 0};
   if (e.min > e.max) return {0, 0};
   if (!scaling.zero_point.given()) return {rounded(std::fabs(e.largest) / high, dtype), 0};
-  // Of equal numbers each is one scale away from 0.
+  // If all numbers are equal, the scale is their magnitude.
   const float range = e.max / (high - low) - e.min / (high - low);
   const float scale = rounded(range == 0 ? std::fabs(e.max) : range, dtype);
   if (scale == 0) return {0, 0};

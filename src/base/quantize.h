@@ -8,12 +8,12 @@
 
 namespace fulgur {
 
-/// A scale and a zero point as their tensors have them.
+/// A scale and a zero point, rounded as their tensors store them.
 struct ScaleOfCodes {
   float scale = 1, zero_point = 0;
 };
 
-/// Codes and what scales them, where they are written: of quantize(), or of a cache.
+/// A tensor of codes with its scales, zero points and means, which quantize() or append() writes.
 struct CodeTensor {
   const FormatRow& format;
   void* codes;
@@ -21,41 +21,41 @@ struct CodeTensor {
   int64_t columns;
   Scaling scaling;
   void *scale = nullptr, *zero_point = nullptr;  ///< as in `scaling`
-  Means means{};                                 ///< of its columns, which codes have not
+  Means means{};  ///< of the columns, subtracted from the numbers before they become codes
 
   /// A row of a tensor, which belongs to sequence b and kv head h: (entry, row, h).
   struct Row {
     int64_t b, entry, row, h;
   };
 
-  /// The scale that numbers of these extremes take.
+  /// The scale and zero point of numbers with these extremes.
   ScaleOfCodes fit(const Extremes& extremes) const;
   void store(const ScaleOfCodes& x, const Row& row, int64_t group) const;
   ScaleOfCodes load(const Row& row, int64_t group) const;
-  /// A row of numbers less the means of its columns.
+  /// Subtracts the means of the columns from a row of numbers.
   void take_means(const Row& row, float* x) const;
-  /// Writes the codes of a row of numbers, which it overwrites, and the scales where those are of
-  /// rows and not `fixed`.
+  /// Writes the codes of a row of numbers, which it overwrites, and the scales of the row, unless
+  /// these are `fixed` or not of rows.
   void put(const Row& row, float* x, bool fixed) const;
 };
 
-/// Checked.
+/// A call of quantize() whose arguments are checked.
 struct QuantizeCall {
   ConstTensor x;
   CodeTensor to;
   bool fixed;   ///< scales are given
-  Tensor mean;  ///< where it is given, it takes the means of x, which are those of `to`
+  Tensor mean;  ///< takes the means of x, which `to` then subtracts; may not be given
   int64_t batch, rows, heads;
 };
 
-/// The inverse, likewise: numbers of codes go to x.
+/// A call of dequantize(), which writes the numbers of codes to x, whose arguments are checked.
 struct DequantizeCall {
   CodeTensor from;
   Tensor x;
   int64_t batch, rows, heads;
 };
 
-/// Of tensors in the host's memory.
+/// Compute calls whose tensors lie in host memory.
 void quantize(const QuantizeCall& call, int threads);
 void dequantize(const DequantizeCall& call, int threads);
 

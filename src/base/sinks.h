@@ -1,5 +1,5 @@
-/// What an attention sink does to a row that has seen all its keys: it joins their softmax as one
-/// more key without a value, unless it is -inf.
+// An attention sink joins the softmax of a row as one more key without a value, after the row has
+// seen all its keys. A sink of -inf has no effect.
 #pragma once
 
 #include <cmath>
@@ -7,7 +7,7 @@
 
 namespace fulgur {
 
-/// A row with its sink.
+/// A row after its sink has joined.
 struct SinkJoined {
   double lse;
   double keys;  ///< the share of its keys in the softmax, by which O shrinks

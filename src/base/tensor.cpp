@@ -11,7 +11,7 @@
 
 namespace fulgur {
 
-// What older DLPack headers lack: kDLBool, kDLFloat8_e4m3fn and kDLFloat8_e5m2.
+// Older DLPack headers lack kDLBool, kDLFloat8_e4m3fn and kDLFloat8_e5m2.
 constexpr int kDlBool = 6, kDlE4M3 = 10, kDlE5M2 = 12;
 
 int64_t block_of(DType dtype) {
@@ -135,7 +135,7 @@ BasicTensor<Void> BasicTensor<Void>::from_dlpack(const DLTensor& in, const char*
         "u8, int8, e4m3 or e5m2",
         int{type.code}, int{type.bits}, int{type.lanes}));
   }
-  // As a number: a newer DLPack may have device types that this enum lacks.
+  // Read as a number, because a newer DLPack may have device types that this enum lacks.
   int32_t device_type;
   std::memcpy(&device_type, &in.device.device_type, sizeof device_type);
   switch (device_type) {
@@ -196,7 +196,7 @@ BasicTensor<Void> BasicTensor<Void>::as(DType format, const char* name) const {
 template <class Void>
 int64_t BasicTensor<Void>::numel() const {
   if (rank == 0) return 0;
-  // Looked for first: the product of the others may overflow.
+  // Sizes of 0 first: the product of the other sizes may overflow.
   if (std::find(shape.begin(), shape.begin() + rank, 0) != shape.begin() + rank) return 0;
   int64_t n = 1;
   for (int i = 0; i < rank; ++i) n *= shape[i];

@@ -7,9 +7,9 @@
 
 namespace fulgur {
 
-/// A call of append whose shapes are checked, once for every device. Its arguments outlive it.
+/// A call of append whose shapes are checked, once for every device. Its arguments must outlive it.
 struct AppendCall {
-  /// What the call names the tensor whose dtype, device and heads the others have.
+  /// The name of the tensor whose dtype, device and heads the other tensors must have.
   static constexpr const char* kLike = "k_cache";
   static constexpr int64_t kMaxDim = 512;
 

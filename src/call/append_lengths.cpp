@@ -6,7 +6,7 @@
 namespace fulgur {
 namespace {
 
-constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max();  // of what seqused_k can say
+constexpr int64_t kMaxKeys = std::numeric_limits<int32_t>::max();  // seqused_k is int32
 
 /// The values of a vector that the host can read, or null.
 const int32_t* readable(const ConstTensor& t) {

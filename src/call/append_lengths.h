@@ -7,11 +7,11 @@
 
 namespace fulgur {
 
-/// The rows of all sequences one after the other: where those of each begin. Packed ones whose
-/// lengths are on a device are taken for none.
+/// The rows of all sequences, one sequence after the other. Packed rows whose lengths lie on a
+/// device are not counted.
 class Tokens {
  public:
-  /// Packed by `cu_seqlens`, or `rows` in each of the sequences.
+  /// Rows packed by `cu_seqlens`, or `rows` rows of each sequence where that is not given.
   Tokens(int64_t batch, const ConstTensor& cu_seqlens, int64_t rows);
 
   int64_t all() const { return begin(batch_) - begin(0); }
@@ -19,7 +19,7 @@ class Tokens {
 
   struct Token {
     int64_t b, i;  ///< row i of sequence b
-    int64_t row;   ///< of the tensor: for Layout::offset
+    int64_t row;   ///< the same row in the tensor, for Layout::offset
   };
   Token operator[](int64_t t) const;
 
@@ -30,16 +30,16 @@ class Tokens {
   const int32_t* cu_ = nullptr;
 };
 
-/// The lengths of a call of append that lie in the host's memory, where they stay.
+/// The lengths of a call of append that lie in host memory, and must outlive this.
 class AppendLengths {
  public:
-  /// Checks that they divide the rows, that new rows fit after the old ones, and that there are
-  /// angles for their positions. Throws Error(kInvalidArgument).
+  /// Checks that the lengths divide the rows, that the new rows fit after the old ones, and that
+  /// there are rotary angles for their positions. Throws Error(kInvalidArgument).
   explicit AppendLengths(const AppendCall& call);
 
   const Tokens& tokens() const { return tokens_; }
   const Tokens& queries() const { return queries_; }
-  /// New rows as keys of a sequence: those after the ones that it has.
+  /// The new rows of sequence b as keys, which follow its old ones.
   Sequence new_keys(int64_t b) const { return {.k_begin = old_[b], .sk = tokens_.of(b)}; }
   /// The position of the first new token of sequence b.
   int64_t first_position(int64_t b) const { return first_[b]; }

@@ -98,7 +98,7 @@ void AppendThenAttend::set_lengths() {
                                 std::pair{"cu_seqlens_q", &rows_.cu_seqlens_q},
                                 std::pair{"page_indptr", &rows_.cache.page_indptr}}) {
     if (!t->given() || !on_host(*t)) continue;
-    if (t->data == nullptr) return;  // of a plan it may not be there yet
+    if (t->data == nullptr) return;  // a plan may be made before there is data
     check_data(name, *t);
   }
   const AppendLengths checked(call_);
@@ -136,7 +136,7 @@ Problem::Append append_of(const AppendThenAttend& a) {
 Problem without_append(Problem p) {
   if (p.append.rotates) {
     p = with_rotated_queries(p);
-    p.hadamard = false;  // of these, too
+    p.hadamard = false;  // append has transformed the queries, too
   }
   p.append = {};
   return p;
@@ -158,7 +158,7 @@ Tensor rotated_like(const ConstTensor& q, void* memory) {
   Tensor to{memory, q.dtype, q.device, q.rank, q.shape};
   to.strides[to.rank - 1] = 1;
   to.strides[to.rank - 2] = rotated_head(to.shape[to.rank - 1]);
-  for (int i = to.rank - 3; i >= 0; --i) {  // where they overflow, append finds rows that overlap
+  for (int i = to.rank - 3; i >= 0; --i) {  // if strides overflow, append reports overlapping rows
     const auto stride = static_cast<uint64_t>(to.strides[i + 1]);
     to.strides[i] = static_cast<int64_t>(stride * static_cast<uint64_t>(to.shape[i + 1]));
   }

@@ -14,7 +14,7 @@ namespace fulgur {
 /// attention that follows.
 class AppendThenAttend {
  public:
-  /// Checks that each thing is said once, the shapes of what is appended, and the lengths that the
+  /// Checks that no argument is given twice, the shapes of the new rows, and the lengths that the
   /// host can read. Throws Error(kInvalidArgument).
   AppendThenAttend(const ForwardArgs& args, const Mask& mask, bool hadamard);
   AppendThenAttend(const AppendThenAttend&) = delete;
@@ -22,14 +22,16 @@ class AppendThenAttend {
 
   const AppendCall& call() const { return call_; }
   const AppendArgs& rows() const { return rows_; }
-  /// Its k and v are the caches. Its seqused_k are the lengths attended where the host can read
-  /// them, else a tensor of their shape where cache_seqlens lies.
+  /// The arguments of the attention. k and v are the caches. seqused_k has the lengths after the
+  /// append if the host can read them; if not, it is a tensor without data on the device of
+  /// cache_seqlens.
   const ForwardArgs& attention() const { return attention_; }
 
   bool rotates() const { return rows_.q.given(); }
-  /// The queries that are rotated, in memory of the call: what append writes, and attention reads.
+  /// Sets the memory to which append writes the rotated queries, and from which attention reads
+  /// them.
   void rotate_into(void* memory);
-  /// The lengths attended, in memory of the device.
+  /// Sets the lengths after the append, in memory of the device.
   void attend_to(const int32_t* lengths);
 
  private:
@@ -41,15 +43,15 @@ class AppendThenAttend {
   std::vector<int32_t> lengths_;
 };
 
-/// What a problem says of them.
+/// The new rows as a problem describes them.
 Problem::Append append_of(const AppendThenAttend& appending);
 
 /// The problem of the attention that follows.
 Problem without_append(Problem problem);
 
-/// A problem whose queries are first rotated into memory of the call.
+/// The problem with its queries in memory of the call, to which they are rotated first.
 Problem with_rotated_queries(Problem problem);
-/// The bytes of that memory, 0 where none are rotated, and the queries there.
+/// The bytes of that memory, 0 where no queries are rotated, and the queries as a tensor in it.
 int64_t rotated_bytes(const Problem& problem);
 Tensor rotated_like(const ConstTensor& q, void* memory);
 

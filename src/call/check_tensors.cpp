@@ -12,8 +12,8 @@
 namespace fulgur {
 namespace {
 
-/// The dimensions of a tensor in words, and their sizes. Every call checks by them: they take no
-/// memory of the heap.
+/// The names of a tensor's dimensions, and their sizes. Every call makes some, so they do not
+/// allocate.
 struct Dims {
   const char* words;
   std::array<int64_t, ConstTensor::kMaxRank> sizes{};
@@ -133,7 +133,7 @@ void list_given(const Args& args, std::vector<NamedTensor>& to) {
   if constexpr (requires { args.tensors; }) {
     for (const TensorBinding& binding : args.tensors) {
       TensorRule rule{};
-      rule.arg = Arg::kCount;  // of no table
+      rule.arg = Arg::kCount;  // has no row in a table
       rule.name = binding.name.c_str();
       add(rule, binding.tensor);
       rule.access = Access::kWritten;
@@ -199,7 +199,7 @@ void check_as_planned(const Args& planned, const Args& args) {
 template <class Args>
 void check_memory(const Args& args) {
   std::vector<NamedTensor> all;
-  all.reserve(8);  // of so few bytes malloc keeps freed blocks for the next run
+  all.reserve(8);  // a small block, which malloc keeps for the next run
   list_given(args, all);
   for (const NamedTensor& t : all) check_data(t.rule.name, t.tensor);
   for (const NamedTensor& t : all) {

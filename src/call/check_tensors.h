@@ -6,8 +6,8 @@
 
 namespace fulgur {
 
-// What the table of tensors says of a call, applied. `Args`: ForwardArgs, BackwardArgs, ScoresArgs,
-// AppendArgs. All checks throw Error(kInvalidArgument).
+// The checks of a call's tensors by their rows in the table of tensors (tensors.h). `Args` is
+// ForwardArgs, BackwardArgs, ScoresArgs or AppendArgs. All checks throw Error(kInvalidArgument).
 
 /// Sets which tensors a call has, and which of them lie in the host's memory though the call's
 /// device is another.
@@ -44,7 +44,7 @@ void check_tensors(const Args& args, Sizes sizes, const Problem& p, const char* 
   for_each_tensor(check, args);
 }
 
-/// Elements of a tensor of the host's that moves to the device: a vector, or slopes.
+/// The number of elements of a tensor in host memory that is copied to the device.
 int64_t count_of(const TensorRule& rule, const Problem& p);
 
 /// Checks that the tensors of a call have the shapes, strides, dtypes and devices of those planned

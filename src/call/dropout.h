@@ -1,4 +1,4 @@
-/// Which random numbers the dropout of a call uses.
+// The random numbers that the dropout of a call uses.
 #pragma once
 
 #include <cstdint>
@@ -8,15 +8,15 @@
 
 namespace fulgur {
 
-/// The number of q head h of sequence b among all heads of all sequences: that of its random
-/// numbers.
+/// The index of q head h of sequence b among all heads of all sequences, which its random numbers
+/// depend on.
 inline uint64_t dropout_head(const Problem& p, int64_t b, int64_t h) {
   const Origin& o = p.origin;
   return static_cast<uint64_t>(o == Origin{} ? b * p.hq + h : (o.batch + b) * o.heads + o.head + h);
 }
 
-/// The mask of a call whose tensors are in the host's memory: by rng_state where the call has one,
-/// as it is now, else by the run.
+/// The dropout mask of a call whose tensors lie in host memory: by the values of rng_state, if the
+/// call has one, or by the run.
 template <class Args>
 kernels::DropoutMask dropout_of(const Problem& p, const Args& args, const Run& run) {
   uint64_t seed = run.dropout_seed, offset = run.dropout_offset;

@@ -9,10 +9,11 @@
 namespace fulgur {
 namespace {
 
-/// Sets the keys of all sequences at most: of each `most`, and of all together, which may be more
-/// than k has rows, as sequences may share them.
-void set_keys(const char* name, const ConstTensor& t, int64_t most, int64_t in_all, Problem& p) {
-  p.sk = most;
+/// Sets the maximum number of keys: `max_keys` of a sequence, and `in_all` of all sequences
+/// together. The latter may exceed the rows of k, because sequences may share rows.
+void set_keys(const char* name, const ConstTensor& t, int64_t max_keys, int64_t in_all,
+              Problem& p) {
+  p.sk = max_keys;
   p.total_keys = in_all;
   int64_t bytes = std::max({int64_t{1}, size_of(p.dtypes.k) / block_of(p.dtypes.k),
                             size_of(p.dtypes.v) / block_of(p.dtypes.v)});
@@ -55,7 +56,7 @@ void check_pages(const KvCache& tensors, const ConstTensor& k, const ConstTensor
   check_dtype("page_table", table, DType::kI32, "page ids are int32");
   check_device("page_table", table, p.device, names.like);
   p.cache.ids = table.shape[table.rank - 1];
-  // Strides of an empty table may be any numbers.
+  // The strides of an empty table have no meaning.
   const bool strided = p.cache.ids > 1 && table.numel() > 0;
   p.cache.id_stride = strided ? table.strides[table.rank - 1] : 1;
   if (std::abs(p.cache.id_stride) > std::numeric_limits<int32_t>::max()) {
@@ -64,10 +65,10 @@ void check_pages(const KvCache& tensors, const ConstTensor& k, const ConstTensor
   p.total_k = p.cache.entries * p.cache.page;
   if (max_seqlen_k < 0) fail("max_seqlen_k", "got {}, want >= 0", max_seqlen_k);
   const int64_t room = product("page_table", table, p.cache.ids, p.cache.page);
-  const int64_t most = max_seqlen_k == 0 ? room : std::min(room, max_seqlen_k);
+  const int64_t max_keys = max_seqlen_k == 0 ? room : std::min(room, max_seqlen_k);
   const bool lists = p.cache.pages == Pages::kLists;
-  set_keys("page_table", table, most, lists ? room : product("page_table", table, p.batch, most),
-           p);
+  set_keys("page_table", table, max_keys,
+           lists ? room : product("page_table", table, p.batch, max_keys), p);
 }
 
 }  // namespace

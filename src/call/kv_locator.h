@@ -56,10 +56,11 @@ class KvRuns {
 
   PageIds pages_;
   int64_t page_, left_;
-  int64_t at_ = 0;  // of the page's id
+  int64_t at_ = 0;  // the index of the page in pages_
 };
 
-/// The keys of the sequences of one call whose tables are in the host's memory, where they stay.
+/// Finds the keys of the sequences of one call by its tables, which lie in host memory and must
+/// outlive this.
 class KvLocator {
  public:
   /// Checks the entries of the tables that the keys of the sequences need. Throws
@@ -68,18 +69,18 @@ class KvLocator {
   KvLocator(const Problem& problem, const Sequences& sequences, const Args& args)
       : KvLocator(problem, sequences, cache_of(args)) {}
 
-  /// Nothing is checked yet. `k`: what the call names the cache of K.
+  /// Does not check the tables: see check(). `k` is the name of the cache of K in errors.
   KvLocator(const Problem& problem, const KvCache& tensors, const char* k);
 
-  /// Checks the entries of the tables that the keys of sequence b need, which is `s`.
+  /// Checks the entries of the tables that the keys of sequence b, `s`, need.
   void check(int64_t b, const Sequence& s) const;
-  /// Of sequence b, which is `s`.
+  /// The keys of sequence b, `s`.
   KvSpan of(int64_t b, const Sequence& s) const;
 
  private:
   KvLocator(const Problem& problem, const Sequences& sequences, const KvCache& tensors);
 
-  PageIds pages(int64_t b) const;  // of sequence b
+  PageIds pages(int64_t b) const;
   void check_pages(int64_t b, const Sequence& s) const;
 
   const Problem* p_;

@@ -35,11 +35,11 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
                      const ConstTensor& used_q, const ConstTensor& used_k, const KvCache& cache)
     : p_(&problem) {
   const auto read = [](const char* name, const ConstTensor& cu, const char* things, int64_t total,
-                       int64_t most) {
+                       int64_t max_rows) {
     const int64_t longest = longest_sequence(name, cu, things, total);
-    if (longest > most)
+    if (longest > max_rows)
       fail(name, "has a sequence of {} rows, want at most {}, the longest as planned", longest,
-           most);
+           max_rows);
     return static_cast<const int32_t*>(cu.data);
   };
   if (problem.packed && on_host(cu_q))
@@ -47,7 +47,7 @@ Sequences::Sequences(const Problem& problem, const ConstTensor& cu_q, const Cons
   if (problem.packed_k && on_host(cu_k)) {
     cu_k_ = read("cu_seqlens_k", cu_k, "rows of k", problem.total_k, problem.sk);
   }
-  if (size() == 0) return;  // the vectors may be too long to walk where nothing is written
+  if (size() == 0) return;  // nothing is written, and the vectors may be too long to walk
   if (problem.cache.pages == Problem::Cache::Pages::kLists && on_host(cache.page_indptr)) {
     longest_sequence("page_indptr", cache.page_indptr, "ids of page_table", problem.cache.ids);
     indptr_ = static_cast<const int32_t*>(cache.page_indptr.data);

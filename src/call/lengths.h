@@ -11,16 +11,16 @@
 namespace fulgur {
 
 /// One sequence: its first row in q (0 unless packed), its first key among the rows that k has for
-/// it (among all where k is packed), and its lengths. Of a part of a longer sequence also how far
-/// diagonals lie after those of a whole one, and its first key in the longer one.
+/// it (among all where k is packed), and its lengths. If it is a part of a longer sequence, `shift`
+/// moves its diagonals to those of the longer one, where its keys begin at `first_key`.
 struct Sequence {
   int64_t q_begin = 0, k_begin = 0, sq = 0, sk = 0;
   int64_t shift = 0, first_key = 0;
   bool operator==(const Sequence&) const = default;
 };
 
-/// The sequences of one call whose lengths are in the host's memory, where they stay. Lengths on a
-/// device are taken to be as long as planned for: then the others are checked, but none is known.
+/// The sequences of one call, whose lengths lie in host memory and must outlive this. Lengths on a
+/// device count as the longest that were planned for.
 class Sequences {
  public:
   /// Checks the lengths against the problem: not negative, non-decreasing, within the tensors, no
@@ -36,10 +36,10 @@ class Sequences {
 
   int64_t size() const { return p_->batch; }
   Sequence operator[](int64_t b) const;
-  /// First row and count of the packed rows before the first sequence and after the last one, or of
-  /// no rows.
+  /// The packed rows before the first sequence, and those after the last one: first row and count.
   std::array<Sequence, 2> padding() const;
-  /// The rows of sequence b that tensors have room for, seqused or not.
+  /// The rows of sequence b that the tensors have, whether seqused_q or seqused_k counts them or
+  /// not.
   int64_t room_q(int64_t b) const;
   int64_t room_k(int64_t b) const;
 
@@ -49,13 +49,13 @@ class Sequences {
   const int32_t *indptr_ = nullptr, *leftpad_ = nullptr;
 };
 
-/// The longest sequence of a problem; where all are alike, any of them.
+/// The longest sequence that a problem allows.
 Sequence whole_sequence(const Problem& problem);
 
-/// Where the scores of q head h of sequence b are, for expressions; query and key aside.
+/// What expressions know about the scores of q head h of sequence b, but for query and key.
 expression::Place place_of(const Problem& problem, int64_t b, int64_t h, const Sequence& s);
 
-/// Whether the host can read the lengths of a call, if it has any.
+/// Whether the host can read all lengths that a call has.
 template <class Args>
 bool lengths_on_host(const Args& args) {
   const KvCache cache = cache_of(args);
@@ -67,8 +67,8 @@ bool lengths_on_host(const Args& args) {
   return true;
 }
 
-/// The longest of the cu_seqlens, checked, in host memory: that of a plan without max_seqlen. They
-/// divide `total` things: "rows of q".
+/// Checks cu_seqlens in host memory, and returns the length of the longest sequence. They divide
+/// `total` rows, which errors call `things`: "rows of q".
 int64_t longest_sequence(const char* name, const ConstTensor& cu_seqlens, const char* things,
                          int64_t total);
 

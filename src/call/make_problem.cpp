@@ -33,7 +33,7 @@ Problem::Bias checked_bias(const ConstTensor& bias, const Problem& p) {
     fail("bias", "got {}, want bool, f32, bf16, f16, or f64 where q is", name_of(bias.dtype));
   }
   check_device("bias", bias, p.device);
-  // Where lengths are known only when the call runs, more than the longest may have a bias.
+  // If lengths are known only at run time, the bias may be larger than the longest sequence.
   const bool longer = p.packed || p.packed_k || p.has(Arg::kSeqUsedK);
   const std::array want{p.batch, p.hq, p.sq, p.sk};
   for (size_t i = 0; i < 4; ++i) {
@@ -144,7 +144,7 @@ template <class Args>
 const ConstTensor& values_of(const Args& args) {
   return args.v;
 }
-/// Scores have no values: keys stand for them.
+/// Scores have no V: K stands for it.
 const ConstTensor& values_of(const ScoresArgs& args) { return args.k; }
 
 /// All tensors have one dtype.
@@ -219,7 +219,7 @@ Options with_bounds(const Options& options, bool rotates_by_mask, Problem& p) {
   return with;
 }
 
-/// What all passes have.
+/// The part of the problem that all passes have.
 template <class Args>
 Problem make_shared(const Args& args, const Options& options, bool rotates_by_mask = false) {
   Problem p;
@@ -326,8 +326,8 @@ void check_tree(const ConstTensor& t, const Problem& p) {
   if (p.mask.top_left) fail("top_left", "given with a tree_mask, want a mask aligned bottom-right");
 }
 
-/// Nothing but dsinks and dbias is written: no sequence is left, as the sizes with a 0 may be too
-/// large to walk.
+/// Removes the sequences of a call of which only dsinks and dbias are written, because a number of
+/// sequences of size 0 may be too large to walk.
 void drop_sequences(Problem& p) {
   if (p.packed) return;
   p.batch = p.sq = p.sk = p.total_k = p.total_keys = p.prefix_groups = 0;

@@ -14,7 +14,7 @@ struct KeyRange {
   bool empty() const { return begin >= end; }
 };
 
-/// The band without chunks in which all of a mask lies: a chunk is no longer than its keys.
+/// A window without chunks that contains the mask: keys of a chunk are less than its length apart.
 Mask window_around(const Mask& mask);
 
 /// The key on the diagonal of query i of a sequence, which may lie outside of its keys.
@@ -29,17 +29,18 @@ KeyRange visible_keys(const Mask& mask, const Sequence& s, int64_t i_begin, int6
 /// A tile of keys that a block of rows visits.
 struct KeyTile {
   int64_t j = 0, n = 0;  ///< keys [j, j + n)
-  bool partial = false;  ///< some row does not see some of them: the tile needs the mask
+  bool partial = false;  ///< some row does not see some of the keys: the tile needs the mask
 };
 
-/// A walk over the key tiles that a block of rows visits. They begin at multiples of Bc whatever
-/// the rows are, so that the sums of a row do not depend on the block that it is in.
+/// A walk over the key tiles that a block of rows visits. Tiles begin at multiples of Bc, so that
+/// the sums of a row do not depend on the block that it is in.
 class KeyTiles {
  public:
   static constexpr int64_t kEnd = INT64_MAX;  ///< tile().j after the last tile
 
   KeyTiles() = default;
-  /// The tiles of `keys`, which begin at a multiple of Bc: some row sees `any`, every row `all`.
+  /// The tiles of `keys`, which begin at a multiple of Bc. `any` are the keys that some row sees,
+  /// `all` those that every row sees.
   KeyTiles(KeyRange keys, KeyRange any, KeyRange all, int64_t Bc)
       : keys_end_(keys.end),
         end_(any.empty() ? 0 : std::min(keys.end, any.end)),
@@ -63,7 +64,7 @@ class KeyTiles {
   KeyTile tile_{kEnd, 0, false};
 };
 
-/// The tiles of one sequence.
+/// The map of the tiles of one sequence: which are empty, partial or full.
 TileMap tile_map(const Mask& mask, const Sequence& s, int64_t Br, int64_t Bc);
 
 /// Visible scores of one head of a sequence.

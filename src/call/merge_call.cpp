@@ -35,8 +35,8 @@ MergeCall::Part check_part(const std::string& name, const Partial& p, const Cons
   return checked;
 }
 
-/// A result may be the very tensor of a part (each row is read before it is written), but not lie
-/// across one.
+/// Checks that a result either is the tensor of a part, of which each row is read before it is
+/// written, or has no memory in common with it.
 void check_apart(const char* name, const ConstTensor& result, const std::string& part_name,
                  const ConstTensor& part) {
   const bool same = result.data == part.data && result.dtype == part.dtype &&

@@ -8,9 +8,9 @@
 
 namespace fulgur {
 
-/// A call of merge, checked once for every device.
+/// A call of merge, whose arguments are checked once for every device.
 struct MergeCall {
-  /// The tensors of a part, and where their rows lie.
+  /// The tensors of a partial result, and where their rows lie.
   struct Part {
     ConstTensor out, lse;
     Layout out_rows, lse_rows;

@@ -9,8 +9,8 @@
 namespace fulgur {
 namespace {
 
-/// Of sequences with more rows of a kv head products bind, not reading, and on GPUs the kernel that
-/// computes them best cannot begin after a prefix.
+/// The maximum number of rows of a kv head. With more rows, products bind and not reads of K and V,
+/// and the fastest GPU kernel for them cannot begin after a prefix.
 constexpr int64_t kMaxRows = 128;
 constexpr int64_t kMaxNumber = std::numeric_limits<int>::max();
 

@@ -7,21 +7,22 @@
 
 namespace fulgur {
 
-// A call whose sequences share prefixes is divided at their ends (Hydragen, arXiv 2402.05099).
+// A call whose sequences share prefixes is divided at the ends of the prefixes (Hydragen, arXiv
+// 2402.05099).
 
-/// The problem of a call without its prefixes, whose results are the same.
+/// The problem of the same call without the information that sequences share prefixes.
 Problem without_prefixes(Problem problem);
 
-/// Why a call is not divided, whoever computes it; empty where it may be.
+/// Why no engine divides a call; empty if engines may.
 std::string undivided(const Problem& problem);
 
-/// All rows of each group over its prefix.
+/// The problem of all rows of each group over its prefix.
 Problem prefix_part(Problem problem);
-/// Each sequence over the keys after its group's prefix.
+/// The problem of each sequence over the keys after its group's prefix.
 Problem rest_part(Problem problem);
 
-/// Results of a part in the workspace: rows of all sequences one after the other, those of a head
-/// at multiples of 16 bytes.
+/// The layout of the results of a part in the workspace: rows of all sequences one after the other,
+/// each head at a multiple of 16 bytes.
 Layout part_out(const Problem& problem);
 Layout part_lse(const Problem& problem);
 

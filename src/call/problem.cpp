@@ -54,7 +54,7 @@ double flops_per_score(const Problem& p) {
 
 double bytes(const Problem& p) {
   const auto q_rows = static_cast<double>(p.total_q);
-  // Of a cache a call reads no more than its sequences have.
+  // A call reads no more of a cache than its sequences have.
   const auto k_rows = static_cast<double>(std::min(p.total_k, p.total_keys));
   // q, out, k, v.
   const double once =

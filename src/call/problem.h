@@ -16,45 +16,45 @@ namespace fulgur {
 
 enum class Pass : uint8_t { kForward, kBackward, kScores };
 
-/// The papers' algorithms of attention. kAny: engines choose.
+/// The papers' algorithms of attention. kAny leaves the choice to the engines.
 enum class Algorithm : uint8_t { kAny, kStandard, kFa1, kFa2, kFa3 };
 
-/// "fa2"; empty for kAny.
+/// The name of an algorithm, such as "fa2"; empty for kAny.
 const char* name_of(Algorithm algorithm);
 
 /// The algorithm of a name that a user gave. Throws Error(kInvalidArgument).
 Algorithm algorithm_called(const std::string& name);
 
-/// Why an engine that has some of the algorithms does not compute by the one that is asked for, and
-/// by which it does; empty where it has it, or none is asked for.
+/// Why an engine with the algorithms `had` rejects a call that asks for `asked`; empty if it does
+/// not.
 std::string algorithm_rejected(Algorithm asked, std::initializer_list<Algorithm> had);
 
-/// The dtypes of a call's operands. A gradient has that of its tensor.
+/// The dtypes of a call's operands. A gradient has the dtype of its operand.
 struct OperandTypes {
   DType q = DType::kF32, k = DType::kF32, v = DType::kF32, out = DType::kF32;
 
   static OperandTypes all(DType dtype) { return {dtype, dtype, dtype, dtype}; }
-  /// Whether all are one of `dtypes`.
+  /// Whether each operand has one of `dtypes`.
   bool in(std::initializer_list<DType> dtypes) const {
     const auto among = [&](DType one) { return std::ranges::find(dtypes, one) != dtypes.end(); };
     return among(q) && among(k) && among(v) && among(out);
   }
-  /// Whether any is `dtype`.
+  /// Whether some operand has this dtype.
   bool has(DType dtype) const { return q == dtype || k == dtype || v == dtype || out == dtype; }
   bool operator==(const OperandTypes&) const = default;
 };
 
-/// A validated shape of call: everything that is computed, nothing about how, and nothing that may
-/// change from call to call. Immutable once made; equal problems have the same plan.
+/// What a call computes, validated: all that is fixed when it is planned, nothing about how it is
+/// computed, and nothing that may change from call to call. Equal problems have the same plan.
 struct Problem {
-  /// Where the sequences of K and V lie, if not side by side: tables say it when the call runs.
+  /// How the sequences of K and V lie in a cache. Tables give their places when the call runs.
   struct Cache {
     enum class Pages : uint8_t { kNone, kTable, kLists };  ///< (batch, max_pages), page_indptr
 
     Pages pages = Pages::kNone;
-    int64_t entries = 0;       ///< of k: pages, or rows of the batch
+    int64_t entries = 0;       ///< the first dimension of k: pages, or rows of the batch
     int64_t page = 0;          ///< keys of a page
-    int64_t ids = 0;           ///< of the table: of a sequence at most, or of all lists
+    int64_t ids = 0;           ///< the maximum of a sequence, or those of all lists
     int64_t table_stride = 0;  ///< from the ids of a sequence to those of the next
     int64_t id_stride = 1;     ///< from an id of a sequence to its next
 
@@ -66,9 +66,9 @@ struct Problem {
   struct Append {
     bool given = false;
     bool rotates = false;      ///< keys and queries are rotated
-    int64_t batch = 0;         ///< of the caches, also where no query makes `batch` 0
-    int64_t tokens = 0;        ///< of all sequences, padding included
-    int64_t host_numbers = 0;  ///< lengths in the host's memory, though the caches lie on a device
+    int64_t batch = 0;         ///< of the caches, even if there are no queries and p.batch is 0
+    int64_t tokens = 0;        ///< the new rows of all sequences, padding included
+    int64_t host_numbers = 0;  ///< lengths in host memory of caches that lie on a device
 
     bool operator==(const Append&) const = default;
   };
@@ -78,22 +78,23 @@ struct Problem {
   Device device;
   int64_t batch = 0, sq = 0, sk = 0;  ///< sq, sk: the longest sequence that a call may have
   int64_t hq = 0, hk = 0, d = 0, dv = 0;
-  bool packed = false;               ///< q, and what has its rows
-  bool packed_k = false;             ///< k and v; where q is and they are no cache
-  int64_t total_q = 0, total_k = 0;  ///< rows of q and k in all, padding included
-  int64_t total_keys = 0;  ///< of all sequences at most: total_k, but that they may share pages
+  bool packed = false;    ///< q and the other tensors with a row for each query are packed
+  bool packed_k = false;  ///< k and v are packed: q is, and they are no cache
+  int64_t total_q = 0, total_k = 0;  ///< all rows of q and of k, padding included
+  int64_t total_keys =
+      0;  ///< the maximum of the keys of all sequences; above total_k with shared pages
   Cache cache;
-  int64_t prefix_groups = 0;  ///< of sequences that share their first keys; 0: none is named
-  bool of_groups = false;     ///< sequences are such groups: all rows are shared out among them
+  int64_t prefix_groups = 0;  ///< groups of sequences that share their first keys; 0: not given
+  bool of_groups = false;     ///< each "sequence" is such a group, with the rows of its sequences
   Append append;
   TensorSet given;    ///< the tensors that a call has
-  TensorSet on_host;  ///< those of them that lie in the host's memory, though q lies on a device
+  TensorSet on_host;  ///< those of them that lie in host memory though q lies on a device
 
-  /// A dense bias or its gradient: strides, which are 0 where all have the same.
+  /// The strides of a dense bias or of its gradient; 0 in dimensions that share elements.
   struct Bias {
     DType dtype = DType::kF32;
     int64_t batch = 0, head = 0, row = 0, key = 0;
-    bool aligned = true;  ///< as that of a layout
+    bool aligned = true;  ///< see Layout::aligned
 
     bool operator==(const Bias&) const = default;
   };
@@ -112,19 +113,20 @@ struct Problem {
   bool deterministic = false, invariant = false, fast_codes = false, hadamard = false;
   Algorithm algorithm = Algorithm::kAny;
   bool f32_key_gradients = false;  ///< dk and dv are f32, whatever k and v are
-  Origin origin;                   ///< of a part of a larger call, with all sizes; else all 0
-  int64_t max_workspace = 0;       ///< bytes; 0: any number
+  Origin origin;                   ///< where a part lies in a larger call; all 0 if it is no part
+  int64_t max_workspace = 0;       ///< bytes; 0: no limit
 
   bool operator==(const Problem&) const = default;
 
   int64_t group() const { return hq / hk; }
-  /// Bytes of a row of q and of out, of all q heads; of a key's rows of k and v, of all kv heads.
+  /// The bytes of q and out of a query, over all q heads, and of k and v of a key, over all kv
+  /// heads.
   int64_t query_bytes() const { return hq * (bytes_of(dtypes.q, d) + bytes_of(dtypes.out, dv)); }
   int64_t key_bytes() const { return hk * (bytes_of(dtypes.k, d) + bytes_of(dtypes.v, dv)); }
   /// The dtype of lse and dlse.
   DType lse_dtype() const { return dtypes.q == DType::kF64 ? DType::kF64 : DType::kF32; }
   bool has(Arg tensor) const { return given.has(tensor); }
-  /// Of a backward pass: which gradients of rows it has to compute, one of both at least.
+  /// Which gradients a backward pass computes: dq, dk with dv, or both.
   bool wants_dq() const { return has(Arg::kDq); }
   bool wants_dk_dv() const { return has(Arg::kDk); }
   /// All sequences have the same lengths, sq and sk.
@@ -132,14 +134,13 @@ struct Problem {
     return !packed && !packed_k && !has(Arg::kSeqUsedQ) && !has(Arg::kSeqUsedK) &&
            !has(Arg::kLeftpadK);
   }
-  /// Whether a run may want so many bytes of workspace.
+  /// Whether a workspace of so many bytes is within the limit.
   bool has_room(int64_t bytes) const { return max_workspace == 0 || bytes <= max_workspace; }
-  /// No row and no key: nothing is written.
+  /// Whether a call writes nothing: it has no rows and, if it is a backward pass, no keys.
   bool nothing_to_do() const;
 };
 
-/// What makes numbers of the codes of q, k and v of a call. The backward pass and scores() take
-/// none.
+/// The scales and zero points of the codes of q, k and v of a forward call. Other calls have none.
 struct OperandScaling {
   Scaling q{}, k{}, v{};
 
@@ -153,7 +154,7 @@ struct OperandScaling {
           {args.descales.v_zero_point.data, p.v_zero_point}} {}
 };
 
-/// What a hash table needs.
+/// The hash of a problem, for unordered containers.
 struct HashOfProblem {
   size_t operator()(const Problem& problem) const;
 };

@@ -15,7 +15,7 @@ namespace fulgur {
 // metadata, and its conversion from C and from Python. A new tensor is a member of the public
 // struct, of the C struct, and a row here.
 
-/// A tensor by what it is, in whichever call.
+/// The tensors of all calls. A tensor has the same name in every call that has it.
 enum class Arg : uint8_t {
   kQ,
   kK,
@@ -84,8 +84,8 @@ class TensorSet {
   uint64_t bits_ = 0;
 };
 
-/// The sizes of a tensor in terms of the problem's. Those of kOwn are checked where the problem
-/// takes its sizes from them.
+/// The sizes of a tensor in terms of the problem's. Tensors of kOwn define the problem's sizes, and
+/// are checked there.
 enum class TensorShape : uint8_t {
   kOwn,
   // By the batch, the heads and the groups of a call:
@@ -118,11 +118,11 @@ enum class TensorType : uint8_t {
   kDescale,  ///< f32 or f16; means are f32
 };
 
-/// kDevice: that of q. kHostToo: there or in the host's memory, where each run reads it.
+/// kDevice: the device of q. kHostToo: the same, or host memory, which each run reads.
 enum class Place : uint8_t { kDevice, kHostToo };
 
-/// kUnlessAppend: required but in a call that appends, which names its caches instead.
-/// kUnlessOther: required but where the call has other gradients of rows (make_problem).
+/// kUnlessAppend: required unless the call appends, whose caches are K and V.
+/// kUnlessOther: required unless the call has other gradients of rows (make_problem).
 enum class Need : uint8_t { kRequired, kUnlessAppend, kUnlessOther, kOptional };
 
 enum class Access : uint8_t { kRead, kWritten };
@@ -148,7 +148,7 @@ struct TensorRule {
   T(seqused_q, kSeqUsedQ, kOptional, kRead, kBatch, kI32, kHostToo)             \
   T(seqused_k, kSeqUsedK, kOptional, kRead, kBatch, kI32, kHostToo)
 
-/// Of KvCache without leftpad_k: what append() looks at.
+/// The tensors of KvCache that append() reads: all but leftpad_k.
 #define FULGUR_KV_LOCATION_TENSORS(T)                                         \
   T(page_table, kPageTable, kOptional, kRead, kOwn, kI32, kDevice)            \
   T(page_indptr, kPageIndptr, kOptional, kRead, kBatchPlusOne, kI32, kDevice) \

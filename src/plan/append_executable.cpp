@@ -14,15 +14,15 @@
 namespace fulgur {
 namespace {
 
-/// Checks all numbers of the attention that the host can read: nothing is appended before a call
-/// that fails.
+/// Checks all lengths and tables of the attention that the host can read, so that a call that fails
+/// has appended nothing.
 void check_attention(const Problem& p, const ForwardArgs& args) {
   const Sequences sequences(p, args);
   if (tables_readable(args.cache)) const KvLocator checked(p, sequences, args);
   check_prefixes(p, args);
 }
 
-/// `begin`: the end of the attention's workspace.
+/// The places of a plan whose attention's workspace ends at `begin`.
 StepPlaces places_of(const Problem& p, const AppendStep& append, int64_t begin) {
   return {rotated_bytes(p), append.bytes(), begin};
 }

@@ -16,7 +16,7 @@ namespace {
 /// Codes are of rotated rows already.
 bool rotates_queries(const Problem& p) { return p.hadamard && !is_low_bit(p.dtypes.q); }
 
-/// Whether scores take the products of q and the means, and not LSE alone.
+/// Whether the products of q and the means are added to the scores, and not to LSE.
 bool scores_take_means(const Problem& p) {
   return p.has(Arg::kKMean) &&
          (p.softcap > 0 || p.has(Arg::kSinks) || p.expressions.changes_scores());
@@ -39,7 +39,7 @@ int64_t products_bytes(const Problem& p) {
   return scores_take_means(p) ? p.hq * p.total_q * size_of(p.lse_dtype()) : 0;
 }
 
-/// The expressions of such scores: the softcap comes after the means, and before what a user wants.
+/// The expressions of such scores: the means first, then the softcap, then those of the user.
 expression::Expressions with_means(const Problem& p) {
   using namespace symbols;
   const TensorBinding of_rows = products(p, nullptr);
@@ -49,7 +49,7 @@ expression::Expressions with_means(const Problem& p) {
   return p.expressions.of(whole, of_rows);
 }
 
-/// In the workspace: what CodeSteps wants, and where its products go.
+/// The offsets in the workspace of the memory of CodeSteps, and of its products.
 struct Places : StepPlaces {
   Places(const Problem& p, const CodeSteps& steps, int64_t begin)
       : StepPlaces(rotates_queries(p) ? rotated_bytes(p) : 0, steps.bytes(), begin) {

@@ -1,4 +1,4 @@
-/// What a plan says of itself, to people and as data.
+// The description of a plan, as text and as data.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -76,7 +76,7 @@ std::string summary(const Problem& p) {
   return s;
 }
 
-/// What is computed: the words of summary() as data.
+/// The problem as data: the same as summary() has as text.
 Details call_details(const Problem& p) {
   Details call;
   call.add("pass", p.pass == Pass::kForward ? "forward" : "backward");
@@ -158,7 +158,7 @@ std::string Plan::explain(std::span<const TensorBinding> tensors) const {
                         std::any_of(tensors.begin(), tensors.end(),
                                     [](const TensorBinding& t) { return t.name == "bias"; });
   if ((!p.expressions.masks() && !has_mask) || !impl_->lengths || p.hq == 0) return s;
-  constexpr double kMaxTiles = 1 << 22, kMaxScores = 0x1p31;  // a second or so
+  constexpr double kMaxTiles = 1 << 22, kMaxScores = 0x1p31;  // about a second of counting
   double all = 0, scores = 0, of_tile[3] = {};
   const Explanation e = impl_->executable->explain();
   for (const Sequence& its : *impl_->lengths) {

@@ -48,7 +48,7 @@ void check_workspace(const WorkspaceNeed& need, const Workspace& given) {
   }
 }
 
-/// The lengths of a call, where the host can read them; of one sequence where all are alike.
+/// The lengths of a call if the host can read them; one that all sequences have if they are alike.
 template <class Args>
 std::optional<std::vector<Sequence>> lengths_of(const Problem& p, const Args& args) {
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
@@ -79,8 +79,8 @@ void check_values(const TensorBinding& t) {
   if (t.tensor.data == nullptr && t.tensor.numel() > 0) fail(name, "data is null");
 }
 
-/// The tensors that expressions index, checked to be as planned but in host memory, with their
-/// values.
+/// Checks that the tensors that expressions index have the planned shapes and dtypes, and values in
+/// host memory; returns them.
 std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
                                             std::span<const TensorBinding> tensors) {
   for (const TensorBinding& t : tensors) check_values(t);
@@ -97,13 +97,14 @@ std::vector<TensorBinding> bound_as_planned(const Plan::Impl& impl,
   return impl.problem.expressions.bound(tensors);
 }
 
-/// A bool mask with its values, and the tensors that expressions index.
+/// The bool mask of a call, if it is given, and the tensors that expressions index.
 struct GivenTensors {
   ConstTensor mask{};
   std::vector<TensorBinding> of_expressions;
 };
 
-/// Of tensors as Plan::explain() takes them. A mask is checked likewise.
+/// Sorts the tensors that Plan::explain() gets into a mask and those of expressions. Checks that
+/// the mask is as planned.
 GivenTensors given_tensors(const Plan::Impl& impl, std::span<const TensorBinding> tensors) {
   const ConstTensor planned = std::visit([](const auto& args) { return args.bias; }, impl.planned);
   const auto indexed = std::visit([](const auto& args) { return args.tensors; }, impl.planned);
@@ -129,8 +130,8 @@ GivenTensors given_tensors(const Plan::Impl& impl, std::span<const TensorBinding
   return given;
 }
 
-/// Makes what a bool mask hides of the tiles of a sequence and q head empty, and what it shows in
-/// part partial.
+/// Marks the tiles of a sequence and q head that a bool mask hides as empty, and those of which it
+/// hides a part as partial.
 void hide(const ConstTensor& mask, int64_t b, int64_t h, const Sequence& s, TileMap* map) {
   const auto stride = [&](int i) { return mask.shape[i] == 1 ? 0 : mask.strides[i]; };
   const auto* const values =

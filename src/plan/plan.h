@@ -19,16 +19,16 @@ namespace fulgur {
 struct Plan::Impl {
   Problem problem;
   std::variant<ForwardArgs, BackwardArgs> planned;  ///< shapes that run() must meet
-  /// Of each sequence planned for, or of all alike; none where the host cannot read them.
+  /// The lengths of each sequence, or one that all have; none if the host cannot read them.
   std::optional<std::vector<Sequence>> lengths;
   const Engine* engine = nullptr;
-  uint64_t generation = 0;            ///< of the engine, before it planned
+  uint64_t generation = 0;            ///< that of the engine before it planned
   std::vector<std::string> rejected;  ///< engines not chosen, and why
   std::unique_ptr<const Executable> executable;
 };
 
-/// Chooses one of `engines` for a problem and lets it plan. `run`: of the call that waits for the
-/// plan, if one does.
+/// Chooses one of `engines` for a problem and lets it plan. `run` is the run of the call that waits
+/// for the plan, or null.
 template <class Args>
 std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
                                             const Options& options, const Run* run,
@@ -38,10 +38,10 @@ std::shared_ptr<const Plan::Impl> make_plan(Problem problem, const Args& args,
 template <class Args>
 void run_plan(const Plan::Impl& plan, const Args& args, const Run& run);
 
-/// Visible scores of all heads and sequences.
+/// The number of visible scores of all heads and sequences.
 double visible_scores(const Problem& problem, const std::vector<Sequence>& lengths);
 
-/// Those of the products over visible scores.
+/// The flops of the products over the visible scores.
 double flops(const Problem& problem, const std::vector<Sequence>& lengths);
 
 }  // namespace fulgur

@@ -20,7 +20,7 @@ std::shared_ptr<const Plan::Impl> PlanCache::find(const Key& key) {
 
 void PlanCache::keep(const Key& key, std::shared_ptr<const Plan::Impl> plan) {
   const std::scoped_lock lock(mutex_);
-  if (by_key_.contains(key)) return;  // another thread was faster
+  if (by_key_.contains(key)) return;  // another thread has inserted the same plan
   entries_.push_front({key, std::move(plan)});
   by_key_.emplace(key, entries_.begin());
   if (entries_.size() <= max_plans_) return;

@@ -11,11 +11,11 @@
 
 namespace fulgur {
 
-/// The plans of calls made without one: the latest of them, by all that a plan depends on. It lives
-/// as long as the process.
+/// A cache of the plans of calls that were made without a plan: the latest ones, keyed by all that
+/// a plan depends on. It lives as long as the process.
 class PlanCache {
  public:
-  /// What calls with equal keys share.
+  /// All that a plan depends on. Calls with equal keys have the same plan.
   struct Key {
     Problem problem;
     std::string engine;  ///< as Options says
@@ -25,7 +25,7 @@ class PlanCache {
 
   explicit PlanCache(size_t max_plans) : max_plans_(max_plans) {}
 
-  /// The plan of a key; null when there is none, or one that is out of date.
+  /// The plan of a key; null if the cache has none, or an outdated one.
   std::shared_ptr<const Plan::Impl> find(const Key& key);
   void keep(const Key& key, std::shared_ptr<const Plan::Impl> plan);
 

@@ -21,14 +21,16 @@ int64_t part_out_bytes(const Problem& p) {
   return p.total_q * part_out(p).row * size_of(p.dtypes.out);
 }
 int64_t part_lse_bytes(const Problem& p) { return p.hq * p.total_q * size_of(DType::kF32); }
-/// Bytes of K and V that a call reads less at most: all sequences are one group, as long as the
-/// longest may be. A list of pages may be one sequence, and many of these are more than there is.
+/// The maximum of the bytes of K and V that a divided call reads less: if all sequences are one
+/// group and as long as the longest may be. The pages of a list count once, though many sequences
+/// of the longest length would be more.
 int64_t max_saved(const Problem& p) {
   int64_t saved = 0;
   return __builtin_mul_overflow(p.batch - 1, p.sk * p.key_bytes(), &saved) ? INT64_MAX : saved;
 }
 
-/// Bytes that a divided call must save: its parts' results are written, read and merged, too.
+/// The minimum of the bytes that a divided call has to save: those of the steps, and of the partial
+/// results, which are written, read and merged.
 int64_t min_saved(const Problem& p, const PrefixSteps& steps) {
   return steps.cost_bytes() + 3 * (part_out_bytes(p) + part_lse_bytes(p));
 }
@@ -150,7 +152,7 @@ class SharedPrefixes final : public Executable {
   Tensor vector(int* data, int64_t size) const {
     return Tensor::contiguous(data, DType::kI32, {size}, p_.device);
   }
-  /// Results of a part, of the shapes that the call's have.
+  /// The results of a part, in the shapes of the results of the call.
   Tensor out_at(void* data) const {
     const Layout to = part_out(p_);
     if (p_.packed) {
@@ -222,9 +224,8 @@ std::unique_ptr<const Executable> plan_shared_prefixes(const Problem& p, const E
   std::string& why = *why_not;
   why = steps == nullptr ? "not by this engine" : undivided(p);
   if (!why.empty()) return nullptr;
-  if (const int64_t most = max_saved(p), least = min_saved(p, *steps); most < least) {
-    why =
-        fmt::format("at most {} bytes of K and V are read less, {} would be worth it", most, least);
+  if (const int64_t max = max_saved(p), min = min_saved(p, *steps); max < min) {
+    why = fmt::format("at most {} bytes of K and V are read less, {} would be worth it", max, min);
     return nullptr;
   }
   for (const Problem& part : {prefix_part(p), rest_part(p)}) {

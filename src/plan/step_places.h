@@ -1,4 +1,4 @@
-/// Where composite plans keep what their steps need, in the workspace of the attention.
+// The workspace of a composite plan: that of its attention, and after it the memory of its steps.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace fulgur {
 
-/// Offsets in a workspace, after that of the attention: rotated queries, and memory of a step.
+/// Offsets of the memory of the steps: the rotated queries, and the memory of one step.
 struct StepPlaces {
   int64_t rotated, step, end;
 
@@ -18,14 +18,14 @@ struct StepPlaces {
     step = arena.take(step_bytes);
     end = arena.end();
   }
-  /// What a plan needs whose attention needs so much.
+  /// The need of the plan, from that of its attention.
   WorkspaceNeed need(WorkspaceNeed attention) const {
     attention.bytes = end;
     attention.alignment = std::max(attention.alignment, kWorkspaceAlignment);
     return attention;
   }
-  /// The bound of the attention's workspace where that of the whole call has one. `*this` begins
-  /// at 0.
+  /// The limit of the attention's workspace, from that of the whole call. Of places that begin at
+  /// 0.
   int64_t left_of(int64_t max_workspace) const {
     return std::max<int64_t>(max_workspace - end - kWorkspaceAlignment, 1);
   }
