@@ -238,6 +238,29 @@ TEST_P(DenseBias, ThatHidesAllKeys) {
   }
 }
 
+// Of rows after those that see keys a bias hides all tiles, one after the other.
+TEST_P(DenseBias, ThatHidesTheLastRows) {
+  for (const bool of_keys : {false, true}) {
+    Case c{.dtype = DType::kBF16, .batch = 1, .sq = 130, .sk = 190};
+    c.bias = Bias::kShared;
+    Workload w(c, 10);
+    w.options.engine = engine();
+    w.options.threads = 1;
+    const Dense bias(DType::kF32, {1, 1, c.sq, of_keys ? c.sk : 1});
+    std::vector<double> values(static_cast<size_t>(bias.tensor().numel()), -kInf);
+    const int64_t seen = 32 * bias.tensor().shape[3];
+    for (int64_t n = 0; n < seen; ++n)
+      values[static_cast<size_t>(n)] = 0.1 * static_cast<double>(n % 9);
+    write(bias.tensor(), values);
+    w.forward.bias = w.backward.bias = bias.tensor();
+    w.backward.dbias = {};
+    if (!runs(w)) return;
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e)) << of_keys;
+    EXPECT_TRUE(backward_is_right(w, e)) << of_keys;
+  }
+}
+
 // Tiles of a bias of one number alone, some but for their last one: 0, what hides, and the lowest
 // numbers of a dtype, which hide, too. Few rows and many have different kernels.
 TEST_P(DenseBias, TilesOfOneNumber) {

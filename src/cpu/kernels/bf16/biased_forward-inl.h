@@ -186,10 +186,10 @@ class BiasedForward
     } else {
       float* const memory = s_.bias[spare_bias_];
       is = load_bias_rows<kDType>(rows, panel.shares_bias ? 1 : panel.width(), at->tile.n, memory);
-      if (!is.is_zero) {
+      if (!is.is_zero && !is.hides_all) {
         at->bias.rows = BiasRows(memory, panel.shares_bias ? same_row_ : row_in_memory_);
+        spare_bias_ = 1 - spare_bias_;
       }
-      spare_bias_ = 1 - spare_bias_;
     }
     return !is.hides_all;
   }
