@@ -329,7 +329,7 @@ TEST_P(CodedCalls, DescalesMayChangeFromRunToRun) {
 }
 
 // The tensor cores lose n / 2^16 of what n products of e4m3 add up to, unless V is centred: with a
-// mean that drifts along the keys, of which a row sees some, that takes a mean for each stretch.
+// mean that drifts along the keys, of which a row sees some, that takes a mean for each segment.
 TEST_P(CodedCalls, ManyKeysOfADriftingMeanAddUp) {
   c_.batch = 1;
   c_.hq = 2;

@@ -79,9 +79,9 @@ ForwardExecutable::ForwardExecutable(const Problem& p, Gpu& gpu, const ForwardPl
   values_kernel_ = gpu.kernel(values_kernel(plan_)).function;
   params_.values = centered_values(p, plan_);
   values_warps_ = kernels::values_warps(static_cast<int>(p.sk), plan_.block_keys);
-  // A CTA computes 32 columns of a stretch.
+  // A CTA computes 32 columns of a segment.
   const int columns = static_cast<int>(p.batch * p.hk) * plan_.value_dim;
-  values_grid_ = p.sk > 0 ? columns / 32 * params_.values.stretches : 0;
+  values_grid_ = p.sk > 0 ? columns / 32 * params_.values.segments : 0;
 }
 
 bool ForwardExecutable::has_map(size_t input) const {

@@ -18,7 +18,7 @@ constexpr double kSoftmaxAlone = 7;    // the same, one warpgroup
 constexpr double kTransformScores = 5;     // the same with softcap, ALiBi or dropout
 constexpr double kTransformOfThree = 5.6;  // the same by three warpgroups, no dropout, no map
 constexpr double kBytesScores = 6.5;       // the same with a bool mask of bytes
-constexpr double kHeldScores = 6.9;        // the same with a bias held in registers
+constexpr double kRegisterScores = 6.9;    // the same with a bias in registers
 constexpr double kBitsFactor = 1.13;       // of the time of a plain call, with a bool mask of bits
 constexpr double kCopyBytes = 43;          // from L2 per cycle
 constexpr double kReadFraction = 0.8687;   // of the memory bandwidth
@@ -48,17 +48,17 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double product = 2 * scores * dims / kTensorFlops;
   const bool is_bool = plan.bias == 1 + kernels::kBool && !plan.score_mod && !plan.mask_mod;
   const bool of_bytes = is_bool && !plan.mask_bits;
-  const bool held = kernels::holds_bias(plan.bias_tile(), plan.consumers);
+  const bool in_registers = kernels::bias_in_registers(plan.bias_tile(), plan.consumers);
   const bool slow =
-      plan.transforms_scores || plan.dropout || (plan.scores_hide() && !is_bool && !held);
+      plan.transforms_scores || plan.dropout || (plan.scores_hide() && !is_bool && !in_registers);
   const bool codes = plan.centers_v() && !slow;
   const bool three = plan.consumers == 3 && !plan.dropout && !plan.maps_tiles;
   const double slow_rate = three ? kTransformOfThree : kTransformScores;
-  const double rate = slow       ? slow_rate
-                      : held     ? kHeldScores
-                      : of_bytes ? kBytesScores
-                      : codes    ? kCodesScores
-                                 : kSoftmaxScores;
+  const double rate = slow           ? slow_rate
+                      : in_registers ? kRegisterScores
+                      : of_bytes     ? kBytesScores
+                      : codes        ? kCodesScores
+                                     : kSoftmaxScores;
   const double turn = codes ? kCodesTurn : kSoftmaxTurn;
   // A warpgroup that is alone on an SM waits for no other.
   const bool waits = plan.consumers > 1 || plan.shares;

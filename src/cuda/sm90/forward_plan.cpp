@@ -56,9 +56,9 @@ struct Tile {
     kTransformed = 2,
     kDropped = 4,
     kBiased = 8,
-    kMasked = 16,  ///< with bits of a bool mask
-    kHeld = 32     ///< a bias of 16 bits in registers: holds_bias()
-  };               // all but kPlain need registers
+    kMasked = 16,          ///< with bits of a bool mask
+    kBiasInRegisters = 32  ///< a bias of 16 bits: takes_bias_in_registers()
+  };                       // all but kPlain need registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
   int scores;  ///< kDropped: with or without a transformation; kBiased: also with or without
                ///< dropout
@@ -75,7 +75,7 @@ constexpr Tile kTiles[] = {
     {32, 64, 64, 4, 64, kUndropped},
     {64, 96, 96, 3, 96, kUndropped | Tile::kMasked},
     {96, 128, 128, 3, 80, kUndropped | Tile::kMasked},
-    {64, 128, 128, 3, 64, kAny | Tile::kHeld},
+    {64, 128, 128, 3, 64, kAny | Tile::kBiasInRegisters},
     {32, 128, 128, 1, 128, kAny},
     {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kMasked},
     {128, 192, 192, 2, 80, kAny | Tile::kMasked},
@@ -141,10 +141,10 @@ bool shares_blocks(const ForwardPlan& plan, const Problem& p) {
 }
 
 /// Whether means of V are added by products of the tensor cores: if rows have many columns or many
-/// stretches. Measured with d 64, 128 and 256.
+/// segments. Measured with d 64, 128 and 256.
 bool has_mean_products(const ForwardPlan& plan, const Problem& p) {
   if (!plan.centers_v() || !plan.pairs || plan.has_left) return false;
-  const bool many = !p.invariant && p.sk > kernels::stretch_keys(plan.block_keys);
+  const bool many = !p.invariant && p.sk > kernels::segment_keys(plan.block_keys);
   return plan.value_dim > 128 || (plan.value_dim > 64 && many);
 }
 
@@ -247,7 +247,7 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   // batch; nor of packed sequences, whose lengths are not known here. With pages the widest heads
   // have no registers left for them, nor has a bias in registers.
   const bool no_registers = (plan.page > 0 && plan.value_dim > kMaxCutPagesDim) ||
-                            kernels::holds_bias(plan.bias_tile(), plan.consumers);
+                            kernels::bias_in_registers(plan.bias_tile(), plan.consumers);
   if (!p.invariant && !plan.packed && !no_registers) {
     ForwardPlan cut = plan;
     const double cycles = alike(cost) ? cut_last_blocks(cut, cost, at_once, best)
@@ -273,7 +273,7 @@ double predict(ForwardPlan& plan, const Problem& p, const Card& card) {
 
 /// Whether three warpgroups hold the bias in registers: if it has 16 bits, and no other option of
 /// the call needs registers of the consumers or of the producer.
-bool holds_bias(const Problem& p) {
+bool takes_bias_in_registers(const Problem& p) {
   const bool bias = p.has(Arg::kBias) && size_of(p.bias.dtype) == 2;
   const bool plain = p.alike() && p.origin == Origin{} && !(left_binds(p) && right_binds(p)) &&
                      p.dropout_p == 0 && !p.expressions.given() && !transforms(p);
@@ -324,12 +324,12 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
     const int64_t tiles = p.packed_k ? p.hk * v.head_tiles : p.batch * v.batch_tiles;
     const int64_t rows = int64_t{plan.grid} * plan.block_rows();
     at.image = arena.take(tiles * plan.block_keys * plan.value_dim);
-    at.means = arena.take(p.batch * p.hk * v.stretches * plan.value_dim * int64_t{sizeof(float)});
+    at.means = arena.take(p.batch * p.hk * v.segments * plan.value_dim * int64_t{sizeof(float)});
     if (plan.mean_products) {
-      at.mean_steps = arena.take(p.batch * p.hk * kernels::mean_steps_of_stretches(v.stretches) *
+      at.mean_steps = arena.take(p.batch * p.hk * kernels::mean_steps_of_segments(v.segments) *
                                  int64_t{kernels::mean_step_bytes(plan.value_dim)});
     }
-    const int left = v.stretches > 1 ? v.stretches : 0;
+    const int left = v.segments > 1 ? v.segments : 0;
     at.sums = arena.take(rows * left * int64_t{sizeof(RowSum)});
   }
   at.map = arena.take(TileMap::bytes(p, plan, plan.map_tiles()));
@@ -343,7 +343,7 @@ CenteredValues centered_values(const Problem& p, const ForwardPlan& plan) {
   v.head_tiles = p.packed_k ? static_cast<int>(p.total_k / plan.block_keys + p.batch)
                             : ceil_div(p.sk, plan.block_keys);
   v.batch_tiles = p.packed_k ? 0 : static_cast<int>(p.hk * v.head_tiles);
-  v.stretches = std::max(ceil_div(p.sk, kernels::stretch_keys(plan.block_keys)), 1);
+  v.segments = std::max(ceil_div(p.sk, kernels::segment_keys(plan.block_keys)), 1);
   return v;
 }
 
@@ -412,8 +412,9 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
                         blocks >= 2 * card.sms && !p.invariant;
   for (const Tile& tile : kTiles) {
     const bool fits = std::max(p.d, p.dv) <= tile.max_dim && p.dv <= tile.max_value_dim;
-    const bool holds = (tile.scores & Tile::kHeld) != 0 && holds_bias(p);
-    if (!fits || (!holds && (tile.scores & scores) != scores)) continue;
+    const bool in_registers =
+        (tile.scores & Tile::kBiasInRegisters) != 0 && takes_bias_in_registers(p);
+    if (!fits || (!in_registers && (tile.scores & scores) != scores)) continue;
     if (tile.codes == Tile::kCodes && !codes) continue;
     if (of_three && tile.consumers == 1) continue;
     if (p.cache.paged() && registers_of(tile.consumers).producer < kPageRegisters) continue;

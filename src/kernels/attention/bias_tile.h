@@ -15,7 +15,7 @@ FULGUR_SHARED int bias_panels(int bias, int keys) {
 }
 
 // Whether warpgroups of the Hopper forward kernel hold the words of a tile in registers: three do.
-FULGUR_SHARED bool holds_bias(int bias, int consumers) { return bias_bytes(bias) == 2 && consumers == 3; }
+FULGUR_SHARED bool bias_in_registers(int bias, int consumers) { return bias_bytes(bias) == 2 && consumers == 3; }
 
 }  // namespace fulgur::kernels
 

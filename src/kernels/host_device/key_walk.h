@@ -16,15 +16,30 @@ FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Le
   return splits && q_tile.split >= 0 ? tiles_of_split(work, all, q_tile.split) : all;
 }
 
-// The key tiles of a q tile from right to left, as one of its strips meets them: the next tile, and its state for the
-// strip. The producer, the consumers and the repair of rows walk alike. Under a band this is a closed form: the tiles
+// What masks keys of a tile: the bounds of the call; mask_mod, or a bool mask whose words come with K.
+enum MaskedBy : int { kMaskedByBounds = 1, kMaskedByMask = 2 };
+
+// A tile and its MaskedBy in one word, kMaskBits; -1: there is no tile.
+FULGUR_SHARED int pack_tile(int tile, int masked_by) { return 4 * tile + masked_by; }
+FULGUR_SHARED int packed_tile(int packed) { return packed >> 2; }
+FULGUR_SHARED int packed_masked_by(int packed) { return packed & 3; }
+
+// What the producer publishes of a key tile with its K, kMapsTiles.
+struct alignas(16) TileInfo {
+  int tile;
+  int last;       // the walk ends after this tile
+  int masked_by;  // bits of MaskedBy, for any row of the q tile
+  int next;       // kMaskBits alone: the next tile, packed
+};
+
+// The walk of a strip over the key tiles of its q tile from right to left: the tile it is at, and what the strip sees
+// of it. The producer, the consumers and the repair of rows walk alike. Under a band this is a closed form: the tiles
 // that a strip sees lie together, and so do those that all of its rows see.
 struct KeyWalk {
   int tile;                    // the walk is here
-  int last;                    // and ends after this one
-  int skip_front, skip_back;   // tiles of the q tile before and after those, of which the strip sees nothing
-  int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows; with a map what consumers
-                               // hear of a tile, ToldTile::hides
+  int last;                    // the walk ends after this tile
+  int skip_front, skip_back;   // tiles of the q tile before and after those of the walk: the strip sees nothing of them
+  int full_begin, full_end;    // tiles in [full_begin, full_end) are visible to all rows
   int sk;
   int diagonal;  // of the first row
 
@@ -36,6 +51,19 @@ struct KeyWalk {
     bool some = rightmost || band.has_right ? tile >= full_end : false;
     if (band.has_left) some = some || tile < full_begin;
     return some;
+  }
+
+  // Where a map says which tiles are visible (kMapsTiles), full_end has TileInfo::masked_by of this tile.
+  FULGUR_SHARED int masked_by() const { return full_end; }
+  FULGUR_SHARED void go_to(const TileInfo& info) {
+    tile = info.tile;
+    last = info.last;
+    full_end = info.masked_by;
+  }
+  // The next call of next() leads to the tile that is packed.
+  FULGUR_SHARED void set_next(int packed) {
+    tile = packed_tile(packed) + 1;
+    full_end = packed_masked_by(packed);
   }
 };
 
@@ -53,26 +81,11 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
           diagonal_of(band, n, row)};
 }
 
-// The bounds of the call; mask_mod, or a mask whose words come with K.
-enum TileHides : int { kBoundsHide = 1, kMaskHides = 2 };
-
-// What the producer tells of a tile ahead, kMaskBits, and what hides some of it; -1: there is none.
-FULGUR_SHARED int told_of(int tile, int hides) { return 4 * tile + hides; }
-FULGUR_SHARED int told_tile(int told) { return told >> 2; }
-FULGUR_SHARED int told_hides(int told) { return told & 3; }
-
-// Where a map says which key tiles are seen (host_device/tile_map.h), only the producer walks over it, and all strips
-// of the q tile take the tiles that it tells of, each with its K. `first`: what is told of the first one.
-FULGUR_SHARED KeyWalk walk_as_told(const Band& band, const Lengths& n, int first, int row) {
-  return {told_tile(first), 0, 0, 0, 0, told_hides(first), n.sk, diagonal_of(band, n, row)};
+// Where a map says which key tiles are visible (host_device/tile_map.h), only the producer walks over it, and all
+// strips of the q tile take the tiles that it publishes. `first`: the first one, packed.
+FULGUR_SHARED KeyWalk walk_of_published_tiles(const Band& band, const Lengths& n, int first, int row) {
+  return {packed_tile(first), 0, 0, 0, 0, packed_masked_by(first), n.sk, diagonal_of(band, n, row)};
 }
-
-struct alignas(16) ToldTile {
-  int tile;
-  int last;   // the walk ends after this one
-  int hides;  // bits of TileHides: what hides some of it from some row
-  int ahead;  // kMaskBits, alone: told_of() the tile after it
-};
 
 // Where a strip lies.
 struct Place {

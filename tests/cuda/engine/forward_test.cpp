@@ -334,10 +334,10 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   plan.run(args, call.run);
   ASSERT_EQ(state_->launches.size(), 2u);
   EXPECT_STREQ(state_->launches[0].kernel, "fulgur_forward_values");
-  EXPECT_EQ(state_->launches[0].block, 384u);  // a warp for 128 keys of a stretch
+  EXPECT_EQ(state_->launches[0].block, 384u);  // a warp for 128 keys of a segment
   const auto p = params<ForwardParams>(1);
   EXPECT_EQ(p.v.data, args.v.data);
-  EXPECT_EQ(p.values.stretches, 5);  // of 1536 keys
+  EXPECT_EQ(p.values.segments, 5);  // of 1536 keys
   const int64_t Bc = plan.details().get<int64_t>("Bc");
   EXPECT_EQ(p.values.head_tiles, (7000 + Bc - 1) / Bc);
   EXPECT_EQ(p.values.batch_tiles, 2 * p.values.head_tiles);
@@ -349,7 +349,7 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   EXPECT_EQ(state_->launches[0].block, 64u);
 
   call.options.dropout_p =
-      0.5;  // the share of a stretch in the softmax is not that of what it keeps
+      0.5;  // the share of a segment in the softmax is not that of what it keeps
   EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
 }
 

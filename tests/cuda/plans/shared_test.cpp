@@ -274,8 +274,8 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
             {map.v_tail, 8, 8},
             {map.last, 4 * plan.consumers, 4},
             {map.dropout_key, 8, 8},
-            {map.told, maps_tiles ? static_cast<int>(sizeof(kernels::ToldTile)) * plan.k_stages : 0,
-             16},
+            {map.tile_info,
+             maps_tiles ? static_cast<int>(sizeof(kernels::TileInfo)) * plan.k_stages : 0, 16},
             {map.view, static_cast<int>(sizeof(kernels::View)) * plan.q_stages * plan.consumers,
              16}};
         for (int i = 0; i < plan.q_stages * plan.consumers; ++i) {

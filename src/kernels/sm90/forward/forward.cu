@@ -26,26 +26,25 @@ __device__ __forceinline__ void load_seen_tiles(const Params& p, Loader& load, c
   const int row = kStripRows * first_strip(n.sq, kConsumers, q_tile.block);
   const int end = kStripRows * first_strip(n.sq, kConsumers, q_tile.block + 1);
   const KeyRange seen_by_all = keys_seen_by_all(band_of(p), n, row, min(end, n.sq) - 1);
-  const auto tell_ahead = [&] {  // of the tile of the walk
+  const auto packed = [&] {  // the tile that the walk is at
     if (!seen.more()) return -1;
     const bool partial = is_partial(seen_by_all, seen.tile * kBlockKeys, (seen.tile + 1) * kBlockKeys);
-    return told_of(seen.tile, (seen.is_partial() ? +kMaskHides : 0) |
-                                  (partial ? +(!kMaskBits || kBoundsApart ? kBoundsHide : kMaskHides) : 0));
+    return pack_tile(seen.tile, (seen.is_partial() ? +kMaskedByMask : 0) |
+                                    (partial ? +(!kMaskBits || kBoundsApart ? kMaskedByBounds : kMaskedByMask) : 0));
   };
-  int here = tell_ahead();
-  const KeyTiles first = {here, here};  // of a view, which has no other tiles
-  const bool any = seen.more();
-  if (kQStages > 1 || !any) load_q(first);
+  int current = packed();
+  const KeyTiles first = {current, current};  // what the Views say of the tiles
+  if (kQStages > 1 || !seen.more()) load_q(first);
 #pragma unroll 1
   for (bool loads_q = kQStages == 1; seen.more(); loads_q = false) {
     const int tile = seen.tile;
     const bool last = !seen.next();
-    const int ahead = tell_ahead();
-    load.tell({tile, last ? tile : 0, told_hides(here), ahead});
-    load.load_k(source, tile, strip_of, kMaskBits && (here & kMaskHides));
+    const int next = packed();
+    load.publish({tile, last ? tile : 0, packed_masked_by(current), next});
+    load.load_k(source, tile, strip_of, kMaskBits && (current & kMaskedByMask));
     if (loads_q) load_q(first);
     load.load_v(source, tile);
-    here = ahead;
+    current = next;
   }
 }
 
@@ -75,7 +74,7 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
         break;
       }
       if constexpr (kMapsTiles) {
-        const auto load_q = [&](const KeyTiles& told) { load.load_q(tile, n, told, strip_of); };
+        const auto load_q = [&](const KeyTiles& first) { load.load_q(tile, n, first, strip_of); };
         load_seen_tiles(p, load, tile, n, keys, load_q, strip_of);
       } else {
         // With one buffer of Q, which the previous q tile may still be using, the first K comes before.
@@ -137,8 +136,8 @@ __device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p
     if (int(warp_row() + thread_row()) + i / 2 % 2 * 8 >= valid) bias[i] = kBias == 1 + kBool ? -infinity() : 0;
 }
 
-// The words of the bias of a tile, kHoldsBias: of each two scores one, as of P. A score that it hides is -inf, or such
-// that P is 0, or no number, which is looked for with a new maximum.
+// The words of the bias of a tile, kBiasInRegisters: of each two scores one, as of P. A score that it hides is -inf, or
+// such that P is 0, or no number, which is looked for with a new maximum.
 __device__ __forceinline__ void hold_bias(u32 (&words)[kPWords], u32 tile) {
   // In a panel columns are bits of an address that nothing else is added to: no register for each of them.
   constexpr int kPanelWords = kPanelRowBytes / 8;
@@ -146,7 +145,7 @@ __device__ __forceinline__ void hold_bias(u32 (&words)[kPWords], u32 tile) {
 #pragma unroll
   for (int i = 0; i < kBiasWords; i += 4) {
     const u32 panel = i / kPanelWords * bias_panel_bytes(kBiasRows, kStripRows);
-    load_shared_matrices(kBiasInTurns ? (first + panel) ^ i % kPanelWords * 8 : bias_words_address(tile, 4 * i),
+    load_shared_matrices(kBiasInP ? (first + panel) ^ i % kPanelWords * 8 : bias_words_address(tile, 4 * i),
                          words + i);
   }
 }
@@ -180,13 +179,14 @@ __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 8) {  // 16 keys
     float of_keys[8] = {};
-    if constexpr (kHoldsBias) unpack_bias(words + i / 2, of_keys);
+    if constexpr (kBiasInRegisters) unpack_bias(words + i / 2, of_keys);
     else if constexpr (kBiasTile != 0) load_bias_of_strip(bias, 2 * i, of_keys);
     if constexpr (kBiasTile != 0 && kBiasRows != 0 && (kPacked || kSeqUsedQ))
       clear_bias_after_sequence(p, walk, view, of_keys);
 #pragma unroll
     for (int j = i; j < i + 8; ++j)
-      S[j] = score<!kMapsTiles, !kHoldsBias>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
+      S[j] =
+          score<!kMapsTiles, !kBiasInRegisters>(p, at.moved(j & 2 ? 8 : 0, j / 4 * 8 + (j & 1)), S[j], of_keys[j - i]);
   }
 }
 
@@ -249,15 +249,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if constexpr (kPairs) keys.release(leader);
     else values.release(leader);
   };
-  const auto hear = [&](KeyWalk& walk) {  // what the producer tells of the tile of K
-    const ToldTile told = load_shared_struct_uniform<ToldTile>(told_address(keys));
-    walk.tile = told.tile;
-    walk.last = told.last;
-    walk.full_end = told.hides;
-  };
   const auto take_tile = [&](KeyWalk& walk) {  // K of the walk's next tile
     keys.wait_full();
-    if constexpr (kMapsTiles && !kMaskBits) hear(walk);
+    if constexpr (kMapsTiles && !kMaskBits)
+      walk.go_to(load_shared_struct_uniform<TileInfo>(tile_info_address(keys)));
   };
   const auto skip = [&](int count) {  // key tiles that only other warpgroups see
 #pragma unroll 1
@@ -281,7 +276,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
   for (;;) {
     q_buffers.wait_full();
     u32 view = view_address(smem, q_buffers.ring.stage(), consumer());
-    if (kBiasInTurns) view = u32(uniform(int(view)));  // no register of each thread
+    if (kBiasInP) view = u32(uniform(int(view)));  // no register of each thread
     KeyWalk walk = load_shared_struct_uniform<KeyWalk>(view);
     if (walk.no_more_work()) break;
     skip(walk.skip_front);
@@ -312,24 +307,25 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         for (float& s : S) s *= scale.first;
       }
       transform_scores(p, S, view, walk, key, bias_tile(), words);
-      if (kBiasTile && !kHoldsBias) keys.release_loaded(leader);
+      if (kBiasTile && !kBiasInRegisters) keys.release_loaded(leader);
       if constexpr (kMaskBits) return;  // the caller hides
-      const bool masked = kMapsTiles ? walk.full_end : walk.masked(band_of(p), rightmost);
+      const bool masked = kMapsTiles ? walk.masked_by() : walk.masked(band_of(p), rightmost);
       if (masked) hide_keys<true>(S, visible, key);
       if constexpr (kMapsTiles && !kMaskBits) {
         // Without bounds few tiles have keys hidden by them, at the end of a sequence.
-        if (kHasLeft || kHasRight ? walk.full_end & kMaskHides : masked)
+        if (kHasLeft || kHasRight ? walk.masked_by() & kMaskedByMask : masked)
           hide_by_mask_mod(p, S, view, walk.diagonal, key);
       }
     };
-    // The words of a mask of bits lie with K. `hides`: bits of TileHides of its tile.
+    // The words of a mask of bits lie with K. `masked_by`: bits of MaskedBy of its tile.
     u32 mask[max_of(kMaskWords, 1)];
-    const auto load_mask = [&](int hides) {
+    const auto load_mask = [&](int masked_by) {
       const u32 at = keys.address() + kLayout.bias + consumer() * kLayout.strip_bias_bytes + threadIdx.x % 128 * 4;
 #pragma unroll
-      for (int i = 0; i < kMaskWords; ++i) mask[i] = hides & kMaskHides ? load_shared(at + i * kMaskThreads * 4) : ~0;
+      for (int i = 0; i < kMaskWords; ++i)
+        mask[i] = masked_by & kMaskedByMask ? load_shared(at + i * kMaskThreads * 4) : ~0;
     };
-    const auto hide = [&](int hides) {
+    const auto hide = [&](int masked_by) {
       if constexpr (kBiasRows && kSeqUsedQ) {  // rows after the end of a sequence are seen
         const int valid = valid_rows(p, walk, view) - int(warp_row() + thread_row());
         const u32 ones = (valid <= 0 ? 0x33333333u : 0) | (valid <= 8 ? 0xccccccccu : 0);
@@ -337,15 +333,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         for (u32& word : mask) word |= ones;
       }
       hide_by_bits(S, mask, -infinity());
-      if (hides & kBoundsHide) hide_keys<true>(S, visible, walk.tile * kBlockKeys + int(thread_column()));
+      if (masked_by & kMaskedByBounds) hide_keys<true>(S, visible, walk.tile * kBlockKeys + int(thread_column()));
     };
-    const auto hear_ahead = [&](int ahead) {  // of the next tile, not before there are scores
-      return uniform(same_after(ahead, S[0]));
-    };
-    const auto go_ahead = [&](int told) {
-      walk.tile = told_tile(told) + 1;
-      walk.full_end = told_hides(told);
-    };
+    const auto uniform_after_scores = [&](int x) { return uniform(same_after(x, S[0])); };
     Kept<kBlockKeys> kept;
     const auto decide_dropout = [&] {  // with the products
       if (!kDropout) return;
@@ -368,49 +358,49 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       mbarrier_arrive_if(kQStages > 1 ? q_buffers.empty() : smem + kLayout.q_empty, leader);
     };
 
-    const int last_stretch = kCentersV ? walk.tile / kStretchTiles : 0;
-    const auto leave_old_stretch = [&] {
+    const int last_segment = kCentersV ? walk.tile / kSegmentTiles : 0;
+    const auto store_old_segment_sum = [&] {
       const int old_tile = walk.tile + 1;
-      if (old_tile % kStretchTiles == 0) leave_stretch(p, rows, old_tile / kStretchTiles);
+      if (old_tile % kSegmentTiles == 0) store_segment_sum(p, rows, old_tile / kSegmentTiles);
     };
     if (walk.more()) {
       // The rightmost tile: S = Q K^T, and P = exp(S - max).
       take_tile(walk);
-      if constexpr (kHoldsBias) hold_bias(words, bias_tile());
+      if constexpr (kBiasInRegisters) hold_bias(words, bias_tile());
       wgmma_fence();
       issue_scores(S, q, k_operand());
       if (kOThroughQ) release_q();
       decide_dropout();
-      const int hides = walk.full_end;
-      const int ahead = told_ahead(keys);
-      if (kMaskBits && hides) load_mask(hides);
+      const int masked_by = walk.masked_by();
+      const int loaded_next = load_next_tile(keys);
+      if (kMaskBits && masked_by) load_mask(masked_by);
       wgmma_wait<0>();
       register_fence(S);
-      const int told = kMaskBits ? hear_ahead(ahead) : 0;
+      const int next = kMaskBits ? uniform_after_scores(loaded_next) : 0;
       if (!kBiasTile && !kMaskBits) keys.release(leader);
       adjust_scores(true, words);
-      if constexpr (kHoldsBias) hide_by_bias(S, words);
+      if constexpr (kBiasInRegisters) hide_by_bias(S, words);
       if constexpr (kMaskBits) {
-        if (hides) hide(hides);
-        if (hides) keys.release_loaded(leader);
+        if (masked_by) hide(masked_by);
+        if (masked_by) keys.release_loaded(leader);
         else keys.release(leader);
       }
       softmax_step<true>(S, P, O, rows, scale.then);
-      if constexpr (kHoldsBias) keys.release_loaded(leader);
+      if constexpr (kBiasInRegisters) keys.release_loaded(leader);
       if (kDropout) kept.drop(P);
-      if constexpr (kMaskBits) go_ahead(told);
+      if constexpr (kMaskBits) walk.set_next(next);
 
-      if constexpr (kPInTurns) {
+      if constexpr (kDoubleBuffersP) {
         // P(t) while P V(t + 1) is multiplied. Two tiles a turn, since sets of P are registers: a bias lies in one of
         // them until P replaces it.
         u32 next_P[kPWords];
         const auto step = [&](const u32 (&of_last)[kPWords], u32 (&of_this)[kPWords]) {
           walk.next();
-          if (kCentersV) leave_old_stretch();
+          if (kCentersV) store_old_segment_sum();
           if constexpr (!kPairs) values.wait_full();
           take_tile(walk);
           // Before the products, which take all that shared memory gives.
-          if constexpr (kBiasInTurns) hold_bias(of_this, bias_tile());
+          if constexpr (kBiasInP) hold_bias(of_this, bias_tile());
           register_fence(O);
           wgmma_fence();
           issue_scores(S, q, k_operand());
@@ -421,12 +411,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           softmax_step<false>(S, of_this, O, rows, scale.then, [&] {
             wgmma_wait<0>();
             register_fence(O);
-            if constexpr (kBiasInTurns) hide_what_bias_hides();
+            if constexpr (kBiasInP) hide_what_bias_hides();
           });
           wgmma_wait<0>();
           register_fence(O);
           release_values();
-          if constexpr (kBiasInTurns) keys.release_loaded(leader);
+          if constexpr (kBiasInP) keys.release_loaded(leader);
         };
 #pragma unroll 1
         while (walk.tile > walk.last + 1) {
@@ -437,15 +427,15 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 
 #pragma unroll 1
       while (walk.next()) {
-        if (kCentersV) leave_old_stretch();
+        if (kCentersV) store_old_segment_sum();
         // S = Q K(t)^T and O += P V(t + 1) together, then P of this tile, which rescales O where the maximum moves.
         if constexpr (!kPairs) values.wait_full();
         take_tile(walk);
-        if constexpr (kHoldsBias) hold_bias(words, bias_tile());
-        const auto step = [&](int hides) {
-          const int ahead = told_ahead(keys);
-          if (hides) {
-            load_mask(hides);
+        if constexpr (kBiasInRegisters) hold_bias(words, bias_tile());
+        const auto step = [&](int masked_by) {
+          const int loaded_next = load_next_tile(keys);
+          if (masked_by) {
+            load_mask(masked_by);
             fence_async_proxy();  // here the scores need not wait for it
             __syncwarp();
           }
@@ -454,7 +444,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           // Made uniform anew, or the compiler would do so before each of the products.
           issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, k_operand());
           issue_values(O, P, v_operand());
-          if constexpr (kHoldsBias) {
+          if constexpr (kBiasInRegisters) {
             // Scores and the first exponentials while O += P V is multiplied.
             wgmma_wait<1>();
             register_fence(S);
@@ -470,10 +460,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
             if constexpr (!kPairs) {
               wgmma_wait<1>();
               if (kMaskBits) register_fence(S);
-              if (hides) hide(hides);  // while O += P V is multiplied
+              if (masked_by) hide(masked_by);  // while O += P V is multiplied
               if (!kBiasTile) keys.release(leader);
             }
-            const int told = kMaskBits ? hear_ahead(ahead) : 0;
+            const int next = kMaskBits ? uniform_after_scores(loaded_next) : 0;
             wgmma_wait<0>();
             register_fence(S);
             register_fence(O);
@@ -481,23 +471,23 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
             adjust_scores(false, words);
             softmax_step<false>(S, P, O, rows, scale.then);
             if (kDropout) kept.drop(P);
-            if constexpr (kMaskBits) go_ahead(told);
+            if constexpr (kMaskBits) walk.set_next(next);
           }
         };
         if constexpr (kMaskBits) {
           // No branch comes between the products and the softmax, so that the compiler moves exponentials before the
           // last wait; where bounds hide, too, few tiles of a call have one.
-          const int hides = walk.full_end;
-          if (hides == 0) step(0);
-          else if (!kBoundsApart || hides == kMaskHides) step(kMaskHides);
-          else step(hides);
+          const int masked_by = walk.masked_by();
+          if (masked_by == 0) step(0);
+          else if (!kBoundsApart || masked_by == kMaskedByMask) step(kMaskedByMask);
+          else step(masked_by);
         } else {
           step(0);
         }
       }
 
-      const int first_stretch = kCentersV ? walk.last / kStretchTiles : 0;
-      float own[2] = {0, 0};  // sums of the leftmost stretch
+      const int first_segment = kCentersV ? walk.last / kSegmentTiles : 0;
+      float own[2] = {0, 0};  // sums of the leftmost segment
       if constexpr (kCentersV) {
         own[0] = quad_sum(rows.sum[0]);
         own[1] = quad_sum(rows.sum[1]);
@@ -505,16 +495,16 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       }
       // O += P V of the leftmost tile.
       if constexpr (kMeanSteps > 0) {
-        const int steps = mean_steps(first_stretch, last_stretch);
-        int step = first_stretch / kStretchesOfStep;
+        const int steps = mean_steps(first_segment, last_segment);
+        int step = first_segment / kSegmentsOfStep;
         u32 shares[4];
         float sum[2] = {0, 0};
-        shares_in_step(p, rows, own, step, first_stretch, last_stretch, shares, sum);
+        weights_in_step(p, rows, own, step, first_segment, last_segment, shares, sum);
         wait_for_values();
         register_fence(O);
         wgmma_fence();
         issue_values(O, P, v_operand());
-        const u32 means = uniform_descriptor(keys.address(), kStretchesOfStep * kRowsOfMean * kPanelRowBytes);
+        const u32 means = uniform_descriptor(keys.address(), kSegmentsOfStep * kRowsOfMean * kPanelRowBytes);
         wgmma_fence();
         issue_means(O, shares, means);
         leave_q();
@@ -522,7 +512,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         register_fence(O);
 #pragma unroll 1
         for (int i = 1; i < steps; ++i) {
-          shares_in_step(p, rows, own, ++step, first_stretch, last_stretch, shares, sum);
+          weights_in_step(p, rows, own, ++step, first_segment, last_segment, shares, sum);
           register_fence(O);
           wgmma_fence();
           issue_means(O, shares, means + (i * kMeanStepBytes >> 4));
@@ -532,13 +522,13 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         release_values();
 #pragma unroll
         for (int half = 0; half < 2; ++half) rows.sum[half] = sum[half] + __shfl_xor_sync(0xffffffff, sum[half], 2);
-        const int next = (step + 1) * kStretchesOfStep;
-        if (next <= last_stretch) {  // steps that the buffer did not hold
+        const int next = (step + 1) * kSegmentsOfStep;
+        if (next <= last_segment) {  // steps that the buffer did not hold
           const float before[2] = {rows.sum[0], rows.sum[1]};
           float mean[kValueDim / 4];
           load_means(p, head.kv_head, next, mean);
-          float weight[2] = {left_sum(p, rows, 0, next), left_sum(p, rows, 1, next)};
-          add_means(p, head.kv_head, mean, O, rows, weight, next, last_stretch);
+          float weight[2] = {stored_sum(p, rows, 0, next), stored_sum(p, rows, 1, next)};
+          add_means(p, head.kv_head, mean, O, rows, weight, next, last_segment);
           rows.sum[0] += before[0];
           rows.sum[1] += before[1];
         }
@@ -548,12 +538,12 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         wgmma_fence();
         issue_values(O, P, v_operand());
         if (!kOThroughQ) leave_q();
-        float mean[kValueDim / 4];  // of V in the leftmost stretch, kCentersV
-        if constexpr (kCentersV) load_means(p, head.kv_head, first_stretch, mean);
+        float mean[kValueDim / 4];  // of V in the leftmost segment, kCentersV
+        if constexpr (kCentersV) load_means(p, head.kv_head, first_segment, mean);
         wgmma_wait<0>();
         register_fence(O);
         release_values();
-        if constexpr (kCentersV) add_means(p, head.kv_head, mean, O, rows, own, first_stretch, last_stretch);
+        if constexpr (kCentersV) add_means(p, head.kv_head, mean, O, rows, own, first_segment, last_segment);
       }
       if constexpr (kCentersV) __syncwarp();  // before the next row's sums take the place of these
     } else if (kOThroughQ) {

@@ -20,15 +20,15 @@ enum : int {
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
   kCentersV = ElementV::kType == kE4M3,       // V lies in steps (sm90/forward/values.cuh)
   kOThroughQ = kQStages > 1 && !kCentersV,    // O leaves through the buffer that Q was in
-  kHoldsBias = holds_bias(kBiasTile, kConsumers),
+  kBiasInRegisters = bias_in_registers(kBiasTile, kConsumers),
   // In the registers of the P that is not being multiplied, two tiles a turn. Of narrow heads that was slower.
-  kBiasInTurns = kHoldsBias && kValueDim > 64,
+  kBiasInP = kBiasInRegisters && kValueDim > 64,
   // A strip's softmax overlaps with its own products: of wide heads of codes, where the tensor cores bind, and with a
   // bias, for which it is long. Others want registers.
-  kPInTurns = (kCentersV && kValueDim > 128 && kScoreMode == 0) || kBiasInTurns,
+  kDoubleBuffersP = (kCentersV && kValueDim > 128 && kScoreMode == 0) || kBiasInP,
   kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
   kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
-  kBiasWords = kHoldsBias ? kBlockKeys / 4 : 0,  // of a thread
+  kBiasWords = kBiasInRegisters ? kBlockKeys / 4 : 0,  // of a thread
   kMaskWords = kMaskBits ? mask_words(kBlockKeys) : 0,  // of a thread, of a key tile
   kMaskTileBytes = kMaskWords * kMaskThreads * 4,        // of a strip
   // Of a mask of bits, those of keys after the last one are 0; what bounds hide besides, the mask does not say.
@@ -37,6 +37,6 @@ enum : int {
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };
 
-static_assert(!kHoldsBias || !(kPacked || kSeqUsedQ || kDropout));
+static_assert(!kBiasInRegisters || !(kPacked || kSeqUsedQ || kDropout));
 
 enum NamedBarrier : u32 { kBarrierConsumer = 1 };  // one per consumer warpgroup

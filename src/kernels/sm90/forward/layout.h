@@ -42,28 +42,28 @@ struct ForwardLayout {
   int view;  // one View per Q buffer and consumer
   int last;  // one int per consumer: its split is the last to finish
   int dropout_key;
-  int told;  // with a map a ToldTile per K buffer
+  int tile_info;  // with a map a TileInfo per K buffer
   int head;  // with codes a HeadOfCodes per Q buffer
   int end, bytes;
 };
 
-// Keys of a stretch, of which V has a mean of its own (sm90/forward/values.cuh): about 1536, in whole tiles.
-FULGUR_SHARED int stretch_keys(int block_keys) { return 1536 / block_keys * block_keys; }
+// Keys of a segment, of which V has a mean of its own (sm90/forward/values.cuh): about 1536, in whole tiles.
+FULGUR_SHARED int segment_keys(int block_keys) { return 1536 / block_keys * block_keys; }
 
-// Of the means of stretches as steps of a product, of bf16 in panels of 64 columns (sm90/forward/values.cuh).
-enum : int { kStretchesOfStep = 4, kRowsOfMean = 4 };
+// Of the means of segments as steps of a product, of bf16 in panels of 64 columns (sm90/forward/values.cuh).
+enum : int { kSegmentsOfStep = 4, kRowsOfMean = 4 };
 FULGUR_SHARED int mean_step_bytes(int value_dim) {
-  return panels_of(kBF16, value_dim) * kStretchesOfStep * kRowsOfMean * kPanelRowBytes;
+  return panels_of(kBF16, value_dim) * kSegmentsOfStep * kRowsOfMean * kPanelRowBytes;
 }
-FULGUR_SHARED int mean_steps_of_stretches(int stretches) {
-  return (stretches + kStretchesOfStep - 1) / kStretchesOfStep;
+FULGUR_SHARED int mean_steps_of_segments(int segments) {
+  return (segments + kSegmentsOfStep - 1) / kSegmentsOfStep;
 }
 
 // Warps of sm90/forward/values.cu have 128 keys of 32 columns each: shared memory for their image, and for two sums of
 // each column.
 enum : int { kValuesThreads = 384, kValuesWarpKeys = 128, kValuesWarpBytes = kValuesWarpKeys * 32 + 2 * 32 * 4 };
 FULGUR_SHARED int values_warps(int keys, int block_keys) {
-  return (min_of(keys, stretch_keys(block_keys)) + kValuesWarpKeys - 1) / kValuesWarpKeys;
+  return (min_of(keys, segment_keys(block_keys)) + kValuesWarpKeys - 1) / kValuesWarpKeys;
 }
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
@@ -94,8 +94,8 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.view = (map.v_tail + 8 + 15) / 16 * 16;
   map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;
   map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
-  map.told = (map.dropout_key + 8 + 15) / 16 * 16;
-  map.head = map.told + (tile.maps_tiles ? int(sizeof(ToldTile)) * tile.k_stages : 0);
+  map.tile_info = (map.dropout_key + 8 + 15) / 16 * 16;
+  map.head = map.tile_info + (tile.maps_tiles ? int(sizeof(TileInfo)) * tile.k_stages : 0);
   map.end = map.head + (tile.types.q == kE4M3 ? int(sizeof(HeadOfCodes)) * tile.q_stages : 0);
   map.bytes = map.q_full + kControlBytes;
   return map;

@@ -76,10 +76,10 @@ struct RowSum {
 struct CenteredValues {
   unsigned char* image;         // [kv head and sequence][tiles]: key tiles as they lie in shared memory
   int batch_tiles, head_tiles;  // from a sequence to the next (0 where they are packed), from a kv head to the next
-  int stretches;                // of a sequence at most
-  float* means;                 // [b, hk, stretches, kValueDim]
-  unsigned char* mean_steps;    // [b, hk, four stretches]: the same as steps of a product
-  RowSum* sums;                 // [CTAs, rows of a q tile, stretches]
+  int segments;                 // of a sequence at most
+  float* means;                 // [b, hk, segments, kValueDim]
+  unsigned char* mean_steps;    // [b, hk, four segments]: the same as steps of a product
+  RowSum* sums;                 // [CTAs, rows of a q tile, segments]
 };
 
 struct ProductValues {

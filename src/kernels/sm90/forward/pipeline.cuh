@@ -15,14 +15,14 @@ using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_e
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
-// What is told of the tile in K's current buffer, kMapsTiles.
-__device__ __forceinline__ u32 told_address(const KBuffers& k) {
-  return k.smem + kLayout.told + sizeof(ToldTile) * k.ring.stage();
+// Where the TileInfo of the tile in K's current buffer lies, kMapsTiles.
+__device__ __forceinline__ u32 tile_info_address(const KBuffers& k) {
+  return k.smem + kLayout.tile_info + sizeof(TileInfo) * k.ring.stage();
 }
 
-// ToldTile::ahead there.
-__device__ __forceinline__ int told_ahead(const KBuffers& k) {
-  return kMaskBits ? load_shared(told_address(k) + sizeof(ToldTile) - sizeof(int)) : 0;
+// Its member `next`, kMaskBits.
+__device__ __forceinline__ int load_next_tile(const KBuffers& k) {
+  return kMaskBits ? load_shared(tile_info_address(k) + sizeof(TileInfo) - sizeof(int)) : 0;
 }
 
 __device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& til
 __device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_head, const KeyTiles& keys) {
   constexpr int kLineFloats = 32;
   const float* const means = means_of(p, kv_head);
-  const int first = keys.begin / kStretchTiles, end = (keys.end - 1) / kStretchTiles + 1;
-  const int begin = kMeanSteps > 0 ? (first / kStretchesOfStep + kMeanSteps) * kStretchesOfStep : first;
+  const int first = keys.begin / kSegmentTiles, end = (keys.end - 1) / kSegmentTiles + 1;
+  const int begin = kMeanSteps > 0 ? (first / kSegmentsOfStep + kMeanSteps) * kSegmentsOfStep : first;
 #pragma unroll 1
   for (int i = begin * kValueDim + threadIdx.x % 32 * kLineFloats; i < end * kValueDim; i += 32 * kLineFloats)
     prefetch_global(means + i);
@@ -102,7 +102,7 @@ struct Loader {
 #pragma unroll
       for (int strip = 0; strip < kConsumers; ++strip) {
         View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
-        if (kMapsTiles) view.walk = walk_as_told(band_of(p), n, keys.begin, strip_of(strip).row);
+        if (kMapsTiles) view.walk = walk_of_published_tiles(band_of(p), n, keys.begin, strip_of(strip).row);
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
       if (tile.block < 0) {
@@ -154,10 +154,10 @@ struct Loader {
                Keep::kLong);
   }
 
-  // Tells of the next tile of K, kMapsTiles.
-  __device__ __forceinline__ void tell(const ToldTile& tile) {
+  // The TileInfo of the next tile of K, kMapsTiles.
+  __device__ __forceinline__ void publish(const TileInfo& info) {
     k.wait_empty();
-    if (elect_one()) store_shared_struct(told_address(k), tile);
+    if (elect_one()) store_shared_struct(tile_info_address(k), info);
     __syncwarp();
   }
 
@@ -198,11 +198,11 @@ struct Loader {
     k.wait_empty();
     if constexpr (kMeanSteps > 0) {
       wait_for_earlier_kernels();
-      const int first = tiles.begin / kStretchTiles, last = (tiles.end - 1) / kStretchTiles;
+      const int first = tiles.begin / kSegmentTiles, last = (tiles.end - 1) / kSegmentTiles;
       const int bytes = mean_steps(first, last) * kMeanStepBytes;
       if (elect_one()) {
         mbarrier_arrive_expect(k.full(), bytes);
-        bulk_load(k.address(), mean_steps_of(p, keys.means) + first / kStretchesOfStep * kMeanStepBytes, bytes,
+        bulk_load(k.address(), mean_steps_of(p, keys.means) + first / kSegmentsOfStep * kMeanStepBytes, bytes,
                   k.full(), Keep::kLong);
       }
     } else {

@@ -1,5 +1,5 @@
 // V for products of e4m3: centred, rounded to codes again, and laid out as key tiles lie in shared memory. A CTA takes
-// 32 columns of a stretch (sm90/forward/values.cuh), whose codes lie in registers: a thread has four columns of a step.
+// 32 columns of a segment (sm90/forward/values.cuh), whose codes lie in registers: a thread has four columns of a step.
 #include "device/codes.cuh"
 #include "device/cp_async.cuh"
 #include "device/dependent_launch.cuh"
@@ -79,15 +79,15 @@ __device__ __forceinline__ float mean_of(float sum, int count) { return sum == s
 // the j-th 8 are columns 8 q + 2 j and 8 q + 2 j + 1.
 __device__ __forceinline__ int row_of_column(int w, int i) { return w % 2 * 16 + i / 2 * 8 + w / 2 * 2 + i % 2; }
 
-// The mean of a column of the accumulators as rows of a step. After the last stretch of a sequence come zeros, which
+// The mean of a column of the accumulators as rows of a step. After the last segment of a sequence come zeros, which
 // rows' shares of zero are multiplied with.
-__device__ __forceinline__ void store_in_step(unsigned char* step, int column, float mean, int stretch, bool last) {
+__device__ __forceinline__ void store_in_step(unsigned char* step, int column, float mean, int segment, bool last) {
   const u32 of_mean = ElementType<kBF16>::pack(mean, 0);
   const u32 left = ElementType<kBF16>::pack(mean - ElementType<kBF16>::low(of_mean), 0);
-  const int rows = last ? kStretchesOfStep * kRowsOfMean : (stretch + 1) * kRowsOfMean;
-  for (int row = stretch * kRowsOfMean; row < rows; ++row) {
-    const int of_stretch = row - stretch * kRowsOfMean;
-    const u32 x = of_stretch < kRowsOfMean / 2 ? of_mean : of_stretch < kRowsOfMean ? left : 0;
+  const int rows = last ? kSegmentsOfStep * kRowsOfMean : (segment + 1) * kRowsOfMean;
+  for (int row = segment * kRowsOfMean; row < rows; ++row) {
+    const int of_segment = row - segment * kRowsOfMean;
+    const u32 x = of_segment < kRowsOfMean / 2 ? of_mean : of_segment < kRowsOfMean ? left : 0;
     *reinterpret_cast<unsigned short*>(step + place_in_mean_step(row, column)) = static_cast<unsigned short>(x);
   }
 }
@@ -99,12 +99,12 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
   const int kv_heads = p.hq / p.group;
   const int slab = blockIdx.x % kSlabs;
   const int kv_head = blockIdx.x / kSlabs % kv_heads;
-  const int stretch = blockIdx.x / kSlabs / kv_heads % p.values.stretches;
-  const int batch = blockIdx.x / kSlabs / kv_heads / p.values.stretches;
+  const int segment = blockIdx.x / kSlabs / kv_heads % p.values.segments;
+  const int batch = blockIdx.x / kSlabs / kv_heads / p.values.segments;
   const Lengths n = lengths_of(p, batch);
-  const int first = stretch * kStretchKeys;
+  const int first = segment * kSegmentKeys;
   if (first >= n.sk) return;
-  const int keys = min(n.sk - first, +kStretchKeys);
+  const int keys = min(n.sk - first, +kSegmentKeys);
   const int word = threadIdx.x % kWords;
   const int step = threadIdx.x / kWords;
   const int mine = min(max(keys - step * kStepKeys, 0), +kStepKeys);  // keys of this step
@@ -197,11 +197,11 @@ extern "C" __global__ void __launch_bounds__(kValuesThreads, 3)
   if (threadIdx.x < kColumns) {
     const int mine = int(threadIdx.x), head = batch * kv_heads + kv_head;
     const float mean = mean_of(all - 2 * sum_of(sums_of_w, mine), keys);
-    means_of(p, head)[stretch * kValueDim + slab * kColumns + mine] = mean;
+    means_of(p, head)[segment * kValueDim + slab * kColumns + mine] = mean;
     if constexpr (kMeanSteps > 0)
-      store_in_step(mean_steps_of(p, head) + stretch / kStretchesOfStep * kMeanStepBytes,
-                    slab * kColumns + row_of_column(mine / 4, mine % 4), mean, stretch % kStretchesOfStep,
-                    first + kStretchKeys >= n.sk);
+      store_in_step(mean_steps_of(p, head) + segment / kSegmentsOfStep * kMeanStepBytes,
+                    slab * kColumns + row_of_column(mine / 4, mine % 4), mean, segment % kSegmentsOfStep,
+                    first + kSegmentKeys >= n.sk);
   }
   tma_store_wait_read();
 }
