@@ -84,7 +84,7 @@ bool has_cache(const Problem& p) {
 OperandTypes multiplied(const Problem& p) {
   OperandTypes types = p.dtypes;
   if (is_low_bit(types.k) && !is_low_bit(types.q)) types.q = types.k = DType::kF16;
-  // The probability of a stretch of keys is summed over all of its scores, which a map of tiles
+  // The probability of a segment of keys is summed over all of its scores, which a map of tiles
   // would not compute; a bias needs the shared memory of K.
   const bool fast = p.fast_codes && is_low_bit(types.q) && p.dropout_p == 0 && !p.has(Arg::kBias) &&
                     !p.expressions.masks();

@@ -14,7 +14,7 @@ FULGUR_SHARED int bias_panels(int bias, int keys) {
   return (keys * bias_bytes(bias) + kPanelRowBytes - 1) / kPanelRowBytes;
 }
 
-// Whether warpgroups of the Hopper forward kernel hold the words of a tile in registers: three do.
+// Whether the consumers of the Hopper forward kernel load the words of a tile into registers: three warpgroups do.
 FULGUR_SHARED bool bias_in_registers(int bias, int consumers) { return bias_bytes(bias) == 2 && consumers == 3; }
 
 }  // namespace fulgur::kernels

@@ -4,7 +4,7 @@
 #include "attention/fragment_store.cuh"
 #include "attention/sinks.cuh"
 
-// How O leaves: through shared memory by TMA; from registers, 16 bytes at a time; from registers by elements.
+// How O is stored: through shared memory by TMA; from registers, 16 bytes at a time; from registers by elements.
 enum Store : int { kStoreTiles, kStoreRows, kStoreElements };
 
 __device__ __forceinline__ ElementO::Memory* output_row(const AttentionParams& p, const Place& place, const Lengths& n,

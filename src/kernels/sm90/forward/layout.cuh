@@ -18,20 +18,20 @@ enum : int {
   kVPanels = panels_of(ElementV::kType, kValueDim),
   kOPanels = panels_of(ElementO::kType, kValueDim),
   kPanelBytes = kBlockKeys * kPanelRowBytes,  // of K and V
-  kCentersV = ElementV::kType == kE4M3,       // V lies in steps (sm90/forward/values.cuh)
-  kOThroughQ = kQStages > 1 && !kCentersV,    // O leaves through the buffer that Q was in
+  kCentersV = ElementV::kType == kE4M3,       // V comes centred, in steps of products (sm90/forward/values.cuh)
+  kOThroughQ = kQStages > 1 && !kCentersV,    // TMA stores O from the buffer of its Q
   kBiasInRegisters = bias_in_registers(kBiasTile, kConsumers),
-  // In the registers of the P that is not being multiplied, two tiles a turn. Of narrow heads that was slower.
+  // Its words lie in the buffer of P that is not being multiplied. With narrow heads that was slower.
   kBiasInP = kBiasInRegisters && kValueDim > 64,
-  // A strip's softmax overlaps with its own products: of wide heads of codes, where the tensor cores bind, and with a
-  // bias, for which it is long. Others want registers.
+  // A warpgroup computes P of a tile while it multiplies P V of the tile before. That pays with wide heads of codes,
+  // where the tensor cores bind, and with a bias, whose softmax is long. Other kernels lack the registers.
   kDoubleBuffersP = (kCentersV && kValueDim > 128 && kScoreMode == 0) || kBiasInP,
-  kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V, that a product takes
+  kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V in a step of a product
   kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
   kBiasWords = kBiasInRegisters ? kBlockKeys / 4 : 0,  // of a thread
-  kMaskWords = kMaskBits ? mask_words(kBlockKeys) : 0,  // of a thread, of a key tile
-  kMaskTileBytes = kMaskWords * kMaskThreads * 4,        // of a strip
-  // Of a mask of bits, those of keys after the last one are 0; what bounds hide besides, the mask does not say.
+  kMaskWords = kMaskBits ? mask_words(kBlockKeys) : 0,  // of a thread and a key tile
+  kMaskTileBytes = kMaskWords * kMaskThreads * 4,       // of a strip
+  // Bounds of the call that a mask of bits does not have: it hides only the keys after the last one.
   kBoundsApart = kHasLeft || kHasRight || kHasChunk || kSeqUsedK,
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,

@@ -32,25 +32,25 @@ struct alignas(16) HeadOfCodes {
 
 // Bytes of buffers, and byte offsets from a base aligned to 1024.
 struct ForwardLayout {
-  int strip_bytes;  // Q, and where O leaves through its buffer later O, of one warpgroup
+  int strip_bytes;  // of one warpgroup: Q, and later O where TMA stores it from there
   int q_bytes, k_bytes, v_bytes;
-  int bias;              // in a buffer of K: a tile for each warpgroup, or one for all; or words of a mask likewise
-  int strip_bias_bytes;  // of a warpgroup's
+  int bias;              // in a buffer of K: the bias, or words of a mask, of each warpgroup, or of all together
+  int strip_bias_bytes;  // from a warpgroup's to the next one's
   int q, k, v;
   int q_full, q_empty, k_full, k_empty, v_full, v_empty;  // a barrier of 8 bytes each stage
   int v_tail;
   int view;  // one View per Q buffer and consumer
-  int last;  // one int per consumer: its split is the last to finish
+  int last;  // one int per consumer: whether its split is the last to finish
   int dropout_key;
   int tile_info;  // with a map a TileInfo per K buffer
   int head;  // with codes a HeadOfCodes per Q buffer
   int end, bytes;
 };
 
-// Keys of a segment, of which V has a mean of its own (sm90/forward/values.cuh): about 1536, in whole tiles.
+// Keys of a segment, for each of which V has a mean (sm90/forward/values.cuh): about 1536, in whole tiles.
 FULGUR_SHARED int segment_keys(int block_keys) { return 1536 / block_keys * block_keys; }
 
-// Of the means of segments as steps of a product, of bf16 in panels of 64 columns (sm90/forward/values.cuh).
+// Means of segments as steps of a product: bf16, in panels of 64 columns (sm90/forward/values.cuh).
 enum : int { kSegmentsOfStep = 4, kRowsOfMean = 4 };
 FULGUR_SHARED int mean_step_bytes(int value_dim) {
   return panels_of(kBF16, value_dim) * kSegmentsOfStep * kRowsOfMean * kPanelRowBytes;

@@ -35,7 +35,7 @@ __device__ __forceinline__ void store_shared_and_global(const ForwardParams& p, 
   }
 }
 
-// O leaves through the shared memory of this warp's rows of Q; from registers where the plan says so, and where a store
+// Stores O through the shared memory of this warp's rows of Q; from registers where the plan says so, and where a store
 // of 16 rows would overwrite the next packed sequence. False when the rows are not all finite.
 __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place& place, const Lengths& n, int row,
                                              float (&O)[kValueDim / 2], const Rows& rows, float v_descale,
@@ -54,8 +54,8 @@ __device__ __forceinline__ bool write_output(const ForwardParams& p, const Place
 __device__ __forceinline__ void finish(const ForwardParams& p, const Place& place, const Rows& rows,
                                        float (&O)[kValueDim / 2], float v_descale, u32 shared) {
   const Lengths n = lengths_of(p, place.batch);
-  // In a branch that some lanes of a warp might not take, votes and elections would leave the main loop, which comes
-  // after it, no uniform registers.
+  // Uniform, so that all lanes of a warp take the same branch: otherwise the votes and elections in it would take the
+  // uniform registers of the main loop.
   const int row = uniform(place.row + int(warp_row()));
   if (row >= n.sq) return;
   const bool finite = write_output(p, place, n, row, O, rows, v_descale, shared + warp_row() * kPanelRowBytes);

@@ -8,7 +8,7 @@
 //   kValueDim       dv rounded up to 16 (<= 256)
 //   kConsumers      consumer warpgroups, a strip of 64 rows of Q each: Br = 64 * kConsumers
 //   kBlockKeys      Bc, a multiple of 16, <= 256
-//   kQStages        buffers of Q (1 or 2); O leaves through the same buffer with kStoreTiles
+//   kQStages        buffers of Q (1 or 2); with kStoreTiles TMA stores O from the buffer of its Q
 //   kKStages        buffers of K
 //   kVStages        buffers of V
 //   kPairs          1: K of a key tile and V of the one before come together (sm90/forward/pipeline.cuh)
@@ -27,7 +27,7 @@
 //   kAlibi          1: ALiBi bias; needs kScoreMode 1
 //   kBias           1 + the element type of a dense bias; 0: there is none
 //   kBiasRows       1: each query has a row of it; 0: all have the same
-//                   three consumers hold a bias of 16 bits in registers: not packed, no kSeqUsedQ, no kDropout
+//                   three consumers have a bias of 16 bits in registers: not packed, no kSeqUsedQ, no kDropout
 //   kMaskBits       1: it is a bool mask that comes as bits (attention/mask_bits.cuh), with a map of its tiles
 //   kHasSinks       1: sinks[head] joins the softmax of a row (attention/sinks.cuh)
 //   kPacked         1: packed variable length, cu_seqlens_q
@@ -40,10 +40,10 @@
 //   kSeqUsedK       1: seqused_k[batch] bounds the keys
 //   kDropout        1: dropout of P
 //   kHasLse         1: write LSE
-//   kStore          how O leaves. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where there is
-//                   one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where rows of O
-//                   are not multiples of 16 bytes, strides and base included: TMA cannot address those strides, and
-//                   writes multiples of 16 bytes
+//   kStore          how O is stored. kStoreTiles: by TMA. kStoreRows: from registers, 16 bytes at a time, where
+//                   there is one buffer of Q, which is wanted back. kStoreElements: from registers by elements, where
+//                   rows of O are not multiples of 16 bytes, strides and base included: TMA cannot address those
+//                   strides, and writes multiples of 16 bytes
 //   kFewQueries     sequences of up to so many queries are a decode kernel's
 //   kSharesBlocks   1: the heads of a group share blocks of rows (host_device/strips.h), of which host_device/
 //                   work_tiles.h then counts one head

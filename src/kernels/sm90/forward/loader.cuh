@@ -1,48 +1,24 @@
-// How Q, K and V pass from the producer warp to the consumer warpgroups: rings of buffers in shared memory, each buffer
-// with a barrier that says it is full and one that says it is empty.
+// The producer's loads: it waits until a buffer of a ring is empty, and asks TMA to fill it.
 #pragma once
-#include "sm90/common/ring.cuh"
-#include "sm90/common/work_tiles.cuh"
-#include "attention/pages.cuh"
 #include "attention/descale.cuh"
+#include "attention/pages.cuh"
 #include "device/dependent_launch.cuh"
-#include "sm90/ptx/tma.cuh"
-#include "sm90/forward/layout.cuh"
-#include "sm90/forward/params.h"
+#include "sm90/common/work_tiles.cuh"
+#include "sm90/forward/mask_words.cuh"
+#include "sm90/forward/rings.cuh"
 #include "sm90/forward/values.cuh"
+#include "sm90/ptx/tma.cuh"
 
-using QBuffers = Buffers<kLayout.q, kLayout.q_bytes, kLayout.q_full, kLayout.q_empty, kQStages>;
-using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
-using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
-
-// Where the TileInfo of the tile in K's current buffer lies, kMapsTiles.
-__device__ __forceinline__ u32 tile_info_address(const KBuffers& k) {
-  return k.smem + kLayout.tile_info + sizeof(TileInfo) * k.ring.stage();
-}
-
-// Its member `next`, kMaskBits.
-__device__ __forceinline__ int load_next_tile(const KBuffers& k) {
-  return kMaskBits ? load_shared(tile_info_address(k) + sizeof(TileInfo) - sizeof(int)) : 0;
-}
-
-__device__ __forceinline__ u32 view_address(u32 smem, u32 stage, u32 strip) {
-  return smem + kLayout.view + sizeof(View) * (stage * kConsumers + strip);
-}
-
-__device__ __forceinline__ u32 head_address(u32 smem, u32 stage) {
-  return smem + kLayout.head + sizeof(HeadOfCodes) * stage;
-}
-
-// Reads the descales.
+// What the descales make of the codes of a head.
 __device__ __forceinline__ HeadOfCodes head_of_codes(const ForwardParams& p, int batch, int head) {
   const int kv_head = head / p.group;
   const ProductScale scale = product_scale(p, batch, kv_head);
-  const float values = value_descale(p, batch, kv_head) * (kCentersV ? 2 : 1);  // whose products add up to half of O
+  const float values = value_descale(p, batch, kv_head) * (kCentersV ? 2 : 1);  // products of W add up to half of O
   return {scale.first, scale.then, values, batch * (p.hq / p.group) + kv_head};
 }
 
-// The keys of a q tile. The division by the heads of a group is made once for all of its tiles: it takes longer than
-// the rest of a load.
+// Where the keys of a q tile lie. The division by the heads of a group is made once for all of its tiles: it takes
+// longer than the rest of a load.
 struct Keys {
   int first, count;  // in K and V, or in the list of pages
   int head, batch;
@@ -58,7 +34,7 @@ __device__ __forceinline__ Keys keys_of(const ForwardParams& p, const QTile& til
           kCentersV ? tile.batch * (p.hq / p.group) + tile.head / p.group : 0};
 }
 
-// Asks for the means of V that a q tile will want in the end from memory.
+// Prefetches the means of V that threads will add at the end of a q tile.
 __device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_head, const KeyTiles& keys) {
   constexpr int kLineFloats = 32;
   const float* const means = means_of(p, kv_head);
@@ -69,15 +45,15 @@ __device__ __forceinline__ void prefetch_means(const ForwardParams& p, int kv_he
     prefetch_global(means + i);
 }
 
-// The words of a strip in a mask of bits, from key tile 0 on; any of them where there is no such strip.
+// Where the words of a strip begin in a mask of bits: those of key tile 0. Of a strip that does not exist any will do.
 template <class Params>
-__device__ __forceinline__ const u32* words_of_strip(const Params& p, const Keys& keys, int row) {
+__device__ __forceinline__ const u32* mask_words_of_strip(const Params& p, const Keys& keys, int row) {
   const MaskBits& bits = p.expression.bits;
   return bits.words + keys.bias_batch * bits.batch + keys.bias_head * bits.head +
          (row < p.sq ? row / kStripRows : 0) * bits.strip;
 }
 
-// The producer's side: waits until a buffer is empty, and asks for it to be filled.
+// The producer's side of the rings. Each load waits until its buffer is empty, and returns once TMA has been asked.
 struct Loader {
   const ForwardParams& p;
   u32 smem;
@@ -89,8 +65,8 @@ struct Loader {
   __device__ __forceinline__ Loader(const ForwardParams& p, u32 smem)
       : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
 
-  // The strips of a q tile and a view of each; strip_of says which one a warpgroup has. The end of all work is views
-  // without Q.
+  // The strips of a q tile and their Views; strip_of(i) is the strip of warpgroup i. After the last q tile come Views
+  // without Q, which end the work.
   template <class StripOf>
   __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const KeyTiles& keys, StripOf strip_of) {
     q.wait_empty();
@@ -127,8 +103,8 @@ struct Loader {
     q.advance();
   }
 
-  // A tile of K or V: of each panel a box; from pages, boxes of rows of one page, each of which a lane asks for. The
-  // barrier waits for `other_bytes`, too.
+  // A tile of K or V: a box for each panel. From pages a lane loads the boxes of its rows, which lie in one page.
+  // `other_bytes`: what else the barrier waits for.
   template <class Type, int panels>
   __device__ __forceinline__ void load_tile(u32 buffer, const void* map, u32 barrier, const Keys& keys, int key_tile,
                                             int other_bytes = 0) {
@@ -136,7 +112,7 @@ struct Loader {
       mbarrier_arrive_expect(barrier, panels * kPanelBytes + other_bytes);
       if (kPage == 0)
         load_boxes<Type, panels>(buffer, map, barrier,
-                           {0, keys.first + key_tile * kBlockKeys, keys.head, keys.batch});
+                                 {0, keys.first + key_tile * kBlockKeys, keys.head, keys.batch});
     }
     const int box = threadIdx.x % 32;
     if (kPage > 0 && box < kBlockKeys / kBoxKeys) {
@@ -154,14 +130,7 @@ struct Loader {
                Keep::kLong);
   }
 
-  // The TileInfo of the next tile of K, kMapsTiles.
-  __device__ __forceinline__ void publish(const TileInfo& info) {
-    k.wait_empty();
-    if (elect_one()) store_shared_struct(tile_info_address(k), info);
-    __syncwarp();
-  }
-
-  // With the bias of these keys for each strip, or the words of a mask that hides some of them.
+  // K of a tile. The bias of its keys comes with it, for each strip, or the words of a mask of bits if it is `masked`.
   template <class StripOf>
   __device__ __forceinline__ void load_k(const Keys& keys, int key_tile, StripOf strip_of, bool masked = false) {
     k.wait_empty();
@@ -172,7 +141,7 @@ struct Loader {
 #pragma unroll
         for (int strip = 0; strip < kBiasTiles; ++strip)
           bulk_load(k.address() + kLayout.bias + strip * kLayout.strip_bias_bytes,
-                    words_of_strip(p, keys, strip_of(strip).row) + key_tile * kMaskWords * kMaskThreads,
+                    mask_words_of_strip(p, keys, strip_of(strip).row) + key_tile * kMaskWords * kMaskThreads,
                     kMaskTileBytes, k.full(), Keep::kShort);
       }
     }
@@ -191,10 +160,10 @@ struct Loader {
     k.advance();
   }
 
-  // With kPairs K of a tile and V of the one to its right, whose products are issued together, are one buffer with two
-  // arrivals: the consumers wait and release half as often. Of a q tile the first has no V, and one more has no K.
-  // In the place of K that one has the means of V.
-  __device__ __forceinline__ void leave_k(const Keys& keys, const KeyTiles& tiles) {
+  // With kPairs K of a tile and V of the tile to its right, whose products are issued together, have one pair of
+  // barriers, at which both arrive: the consumers wait and release half as often. The first pair of a q tile has no V.
+  // The last one has no K, and in its place the means of V, if they are added by products.
+  __device__ __forceinline__ void load_k_of_last_pair(const Keys& keys, const KeyTiles& tiles) {
     k.wait_empty();
     if constexpr (kMeanSteps > 0) {
       wait_for_earlier_kernels();
@@ -210,12 +179,13 @@ struct Loader {
     }
     k.advance();
   }
-  __device__ __forceinline__ void leave_v() {
+  __device__ __forceinline__ void skip_v_of_first_pair() {
     if (elect_one()) mbarrier_arrive(v.full());
     v.advance();
   }
 
-  // Rows of V beyond this sequence would meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+  // V of a tile. P is 0 in its rows after the end of the sequence, but 0 * NaN is NaN: they are cleared where TMA does
+  // not write zeros there.
   __device__ __forceinline__ void load_v(const Keys& keys, int key_tile) {
     v.wait_empty();
     const u32 full = v.full();
