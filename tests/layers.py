@@ -29,6 +29,8 @@ CUDA_COMMON = [*CALL, "engine", "kernels/common", "kernels/codes", "kernels/back
 KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
 SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
+DECODE_KERNEL = [*SM90_KERNEL, "kernels/common",
+                 *(f"kernels/decode{part}" for part in ("", "/codes", "/loads", "/schedule"))]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
@@ -76,8 +78,10 @@ FOLDERS = {
     "kernels/sm90/common": [*ATTENTION_KERNEL, "kernels/sm90/ptx"],
     "kernels/sm90/forward": SM90_KERNEL,
     "kernels/sm90/backward": [*SM90_KERNEL, "kernels/backward"],
-    "kernels/decode": [*SM90_KERNEL, "kernels/common", "kernels/decode/schedule"],
-    "kernels/decode/schedule": [*SM90_KERNEL, "kernels/decode"],
+    "kernels/decode": DECODE_KERNEL,
+    "kernels/decode/codes": DECODE_KERNEL,
+    "kernels/decode/loads": DECODE_KERNEL,
+    "kernels/decode/schedule": DECODE_KERNEL,
 }
 
 

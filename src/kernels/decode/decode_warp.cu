@@ -2,17 +2,17 @@
 // and LSE, exact, fp32 accumulation. The warp path: up to 32 rows of a kv head, by mma.sync and cp.async.
 //
 // Rows are (query, head of the group) of a kv head, so that K and V are read once for all of them. The schedule
-// (decode/schedule/) says which work tiles a CTA computes. Its warp groups, of one or two warps of 16 rows, take
-// the tiles of a work tile in turn, each with a state of the online softmax of its own. Every warp loads for its warp
-// group, ahead of its products and over the ends of work tiles, so that memory never waits for products, barriers and
+// (decode/schedule/) decides which work tiles a CTA computes. Its warp groups, of one or two warps of 16 rows, take the
+// tiles of a work tile in turn, each with its own state of the online softmax. Every warp loads for its warp group,
+// ahead of its products and over the ends of work tiles, so that memory never waits for products, barriers and
 // combines. docs/kernels/decode.md derives this; decode/decode_warpgroup.cu is the path of more rows.
 #include "decode/combine.cuh"
-#include "decode/scores.cuh"
 #include "decode/decode_warp.cuh"
+#include "decode/non_finite.cuh"
 
 static_assert(!kCodesK && !kCodesV && !Schedule::kCombineKernel);
 
-// S = Q K^T of the warp's rows, whose Q lies at `q`, and the tile at `k`.
+// S = Q K^T. Q of the warp lies at `q`, the tile of K at `k`.
 __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
   const u32 lane = threadIdx.x % 32;
 #pragma unroll
@@ -50,11 +50,10 @@ __device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const
 __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, Queries& queries,
                                         TileRing& ring) {
   const int warp = uniform(threadIdx.x / 32);
-  const int warp_group = warp / kWarpsPerGroup;
-  const int warp_of_group = warp % kWarpsPerGroup;
+  const int warp_group = warp / kWarpsPerGroup, warp_in_group = warp % kWarpsPerGroup;
   const auto sync = [&] { sync_warp_group(warp_group); };
   const float c = score_factor(p);
-  const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q + warp_of_group * kWarpRows * 128;
+  const u32 q = query_of_warp(warp_in_group);
   const SavedWorkTiles saved(warp);
   bool more = true;
 #pragma unroll 1
@@ -62,8 +61,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     const WorkTile& tile = work_tiles.tile;
     saved.save(work_tiles);
     if (tile.has_keys()) queries.begin_work_tile(p, tile);
-    const bool has_rows = warp_of_group * kWarpRows < rows_of_tile(p, tile).count;
-    const TileMask mask(p, tile, warp_of_group);
+    const bool has_rows = warp_in_group * kWarpRows < rows_of_tile(p, tile).count;
+    const TileMask mask(p, tile, warp_in_group);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;

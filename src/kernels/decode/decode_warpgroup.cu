@@ -9,28 +9,28 @@
 #include "decode/append.cuh"
 #include "decode/combine.cuh"
 #include "decode/fragments.cuh"
-#include "decode/scores.cuh"
-#include "decode/warpgroup_loads.cuh"
+#include "decode/loads/warpgroup_loads.cuh"
+#include "decode/non_finite.cuh"
 #include "sm90/ptx/descriptor.cuh"
 
 static_assert(kWarpgroupPath);
 
 enum : int {
   kAlternates = kWarpsPerGroup == 8,  // a warp group is two warpgroups
-  // Warps that load need few registers, which others may have where there are three warpgroups: 504 of three threads.
+  // With three warpgroups the warps that load give registers to the others. Three threads, one of each, have 504.
   kMovesRegisters = kCtaWarps == 12,
   kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
   kComputeRegisters = (504 - kLoadRegisters) / 2,
 };
 
-// Q of the work tiles that have keys, one after another. Warps that load bring it, but for the first one.
+// Q of the work tiles that have keys, one after another. Warps that load bring it, except the first one.
 class Queries {
  public:
   __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& first, bool more)
-      : buffer_(u32(__cvta_generic_to_shared(raw)), 0), is_there_(more && first.has_keys()) {
+      : buffer_(shared_base(), 0), is_there_(more && first.has_keys()) {
     if (is_there_) copy_query<kComputeThreads>(p, first, threadIdx.x);
     async_copy_commit();
-    // It is requested before K and V, after which it would come late.
+    // The warps that load wait for this, as Q would arrive late after requests of K and V.
     named_barrier_arrive(kFirstQuery, kCtaThreads);
     async_copy_wait<0>();
     sync_compute_warps();
@@ -43,7 +43,7 @@ class Queries {
     is_there_ = false;
     fence_async_proxy();
   }
-  // The warp groups have read it.
+  // Releases Q, which the warp group does not read again.
   __device__ __forceinline__ void release() const { mbarrier_arrive_if(buffer_.empty(), threadIdx.x % 32 == 0); }
 
  private:
@@ -51,7 +51,7 @@ class Queries {
   bool is_there_;
 };
 
-// K and V of the tiles of a warp group, which other warps load.
+// The ring of K and V of a warp group, which other warps fill.
 class Tiles {
  public:
   __device__ __forceinline__ explicit Tiles(u32 buffers) : keys_(buffers, 0), values_(buffers, 0) {}
@@ -74,7 +74,7 @@ class Tiles {
   VBuffers values_;
 };
 
-// S = Q K^T, issued.
+// Issues S = Q K^T.
 __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
   const u32 Q = uniform_descriptor(q, 0);
   const u32 K = uniform_descriptor(k, 0);
@@ -88,7 +88,7 @@ __device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, 
   wgmma_commit();
 }
 
-// O += P V, issued.
+// Issues O += P V.
 __device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
   const u32 V = uniform_descriptor(v, kPanelBytes);
 #pragma unroll
@@ -106,7 +106,7 @@ class Products {
     if (warpgroup_ == 1) pass();
   }
 
-  // S of the next tile, which is the `first` one of the work tile or not; then O takes the tile before.
+  // Computes S of the next tile, and O += P V of the tile before, unless the next tile is the `first` of its work tile.
   __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
                                          u32 (&P)[kBlockKeys / 4], u32 q) {
     const u32 k = tiles_.keys();
@@ -124,9 +124,9 @@ class Products {
     tiles_.release_keys();
     if (!first) tiles_.release_values();
   }
-  // V of that tile.
+  // V of the tile whose S was computed last.
   __device__ __forceinline__ u32 v() const { return tiles_.values(); }
-  // O takes the last tile.
+  // Computes O += P V of the last tile.
   __device__ __forceinline__ void finish(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4]) {
     const u32 v = tiles_.values();
     register_fence(O);
@@ -149,22 +149,21 @@ class Products {
 __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, bool more, Queries& queries,
                                         const Tiles& tiles) {
   const int warp = uniform(threadIdx.x / 32);
-  const int warp_group = warp / kWarpsPerGroup;
-  const int warp_of_group = warp % kWarpsPerGroup;
+  const int warp_group = warp / kWarpsPerGroup, warp_in_group = warp % kWarpsPerGroup;
   const auto sync = [&] {
     fence_async_proxy();
     sync_warp_group(warp_group);
   };
-  Products products(tiles, warp_of_group / 4);
+  Products products(tiles, warp_in_group / 4);
   const float c = score_factor(p);
-  const u32 q = u32(__cvta_generic_to_shared(raw)) + kLayout.q + warp_of_group / 4 * 64 * 128;
+  const u32 q = shared_base() + kLayout.q + warp_in_group / 4 * 64 * kPanelRowBytes;
   const SavedWorkTiles saved(warp);
 #pragma unroll 1
   while (more) {
     const WorkTile& tile = work_tiles.tile;
     saved.save(work_tiles);
     if (tile.has_keys()) queries.begin_work_tile();
-    const TileMask mask(p, tile, warp_of_group);
+    const TileMask mask(p, tile, warp_in_group);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
@@ -205,7 +204,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
 
 extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     fulgur_decode(const __grid_constant__ PlanParams p) {
-  const u32 smem = u32(__cvta_generic_to_shared(raw));
+  const u32 smem = shared_base();
   if (threadIdx.x == 0) {
 #pragma unroll
     for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group) {
@@ -233,12 +232,12 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
   };
   if (warp >= kComputeWarps) {
     if (kMovesRegisters) registers_drop<kLoadRegisters>();
-    const int warp_group = (warp - kComputeWarps) / kTileWarps;
-    const int tile_warp = (warp - kComputeWarps) % kTileWarps;
+    const int warp_group = (warp - kComputeWarps) / kTileLoaders;
+    const int tile_warp = (warp - kComputeWarps) % kTileLoaders;
     const TileWalk tiles(p, work_tiles, more, warp_group);
     named_barrier_sync(kFirstQuery, kCtaThreads);
     if (kBoxKeys == 0)
-      load_by_lanes(p, LaneLoader<kTileWarps>(p, tiles, tile_warp), buffers_of(warp_group));
+      load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(warp_group));
     else if (tile_warp == 0)
       load_keys_by_boxes(p, BoxLoader<kKPanels>(p, tiles), buffers_of(warp_group));
     else if (tile_warp == 1)

@@ -6,74 +6,76 @@ namespace fulgur::kernels {
 
 enum : int {
   kWarpRows = 16,
-  kWarpgroupWarps = 4,      // warps of a warp group from which on it is one warpgroup or two (the warpgroup path)
+  kWarpgroupWarps = 4,      // the minimum of warps in a warp group of warpgroups (the warpgroup path)
   kLoadWarps = 4,           // of a CTA of the warpgroup path, and of one that reads several heads
   kCombineWarps = 8,        // of a CTA of decode/combine.cu
-  kDynamicSlots = 4,        // splits by the dynamic scheduler that warps of a CTA may be at, at a time
-  kDynamicSequences = 256,  // the most that the dynamic scheduler ranks
+  kDynamicSlots = 4,        // splits of the dynamic scheduler that warps of a CTA may be at, at a time
+  kDynamicSequences = 256,  // the maximum of sequences that the dynamic scheduler ranks
 };
 
-// ---- Rows of K and V that are blocks of codes with their scale in front ----
+// ---- Rows of blocks: each block of codes has its scale in front ----
 
 FULGUR_SHARED int block_bytes(Element type) { return 2 + kBlockColumns * bits_of(type) / 8; }
-// Bytes of a row in shared memory, where rows begin at multiples of 16 bytes and eight of them share no banks. It is
-// copied by pieces of 16, 8 or 4 bytes; by words, if it may begin in the middle of one, and the last word says so (2);
-// by the 16 bytes in which it lies, in whose middle all rows of a kv head begin (kMiddle).
+// Bytes of a row in shared memory, where rows begin at multiples of 16 bytes, and eight successive rows share no banks.
+// `piece` says how a row is copied: by pieces of 16, 8 or 4 bytes; 2: by words of 4 bytes, where it may begin in the
+// middle of one, which the row's last word then says; kMiddle: by pieces of 16 bytes, in the middle of which all rows
+// of a kv head begin at the same place.
 enum : int { kMiddle = 1 };
 FULGUR_SHARED int shared_row_of_blocks(Element type, int dim, int piece) {
   return ((row_of_blocks(type, dim) + (piece == 2 ? 6 : 0) + 15) / 16 | 1) * 16;
 }
 
-// Products take 16 bytes of such a row at once, eight pairs of bytes, whatever these are. Blocks have 8 n + 1 pairs:
-// the b-th one, of eight at most, begins with the b-th pair of chunk n b, which products take for both of its blocks
-// where it has codes of both. Where rows begin in the middle, the b-th one does with the (b + n)-th pair of that chunk,
-// which exists: n is (16 - step) / 2 at most, where step is what such beginnings are multiples of.
+// Products read a row of blocks in chunks of 16 bytes: eight pairs of bytes, which may be codes or a scale. A block has
+// 8 n + 1 pairs, so that block b, of at most eight, begins with pair b of chunk n b. A chunk with codes of two blocks is
+// multiplied once for each. Where rows begin m pairs after a multiple of 16 bytes, block b begins with pair b + m, which
+// has to be one of the eight: m is at most (16 - step) / 2, where `step` divides all such beginnings in bytes.
 FULGUR_SHARED bool may_begin_in_middle(int dim, int step) { return (16 - step) / 2 + dim / kBlockColumns - 1 < 8; }
 FULGUR_SHARED int chunks_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 15) / 16; }
 FULGUR_SHARED int first_block(Element type, int chunk) { return 16 * chunk / block_bytes(type); }
 FULGUR_SHARED int last_block(Element type, int dim, int chunk) {
   return min_of((16 * chunk + 12) / block_bytes(type), dim / kBlockColumns - 1);
 }
-// How many products come before those of a chunk: the seventh block has its scale alone in its first chunk.
-FULGUR_SHARED int products_before_chunk(Element type, int dim, int chunk) {
+// How many passes of products come before a chunk: one for each chunk, and another one for those with codes of two
+// blocks. Block 7 has only its scale in its first chunk, so that this takes one pass.
+FULGUR_SHARED int passes_before_chunk(Element type, int dim, int chunk) {
   const int begun = max_of(chunk - 1, 0) / (block_bytes(type) / 16);
   return chunk + min_of(begun, min_of(dim / kBlockColumns - 1, 6));
 }
-// The columns of Q for products with rows of K in memory, those that are there twice included.
+// The columns that Q has in shared memory for rows of K, with those of chunks that are multiplied twice.
 FULGUR_SHARED int query_columns(Element stored, int dim) {
   if (!is_block(stored)) return dim;
-  return products_before_chunk(stored, dim, chunks_of_blocks(stored, dim)) * (128 / bits_of(stored));
+  return passes_before_chunk(stored, dim, chunks_of_blocks(stored, dim)) * (128 / bits_of(stored));
 }
 
 // ---- Shared memory ----
 
-// What the map depends on: constants of kernel_config.h.
+// The constants of kernel_config.h on which the map of shared memory depends.
 struct DecodeTile {
   Operands types, stored;
-  int scale_words;  // with the codes of a key that a tile has with it
-  int heads;        // kv heads whose codes a CTA reads together, a warp for each
+  int scale_words;       // words of scales and zero points of a key, not in blocks
+  int heads;             // kv heads that a CTA reads together, a warp for each
   int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, box_keys, k_stages, v_stages;
 };
 
-// Whether warp groups are of warpgroups.
+// Whether warp groups are made of warpgroups.
 FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) {
   return tile.heads == 1 && tile.warps_per_group >= kWarpgroupWarps;
 }
 
-// Bytes of a row of a panel of K or V. Narrow rows of codes lie side by side in 128 bytes.
+// Bytes of a row of a panel of K or V. Narrow rows of codes lie two or four in 128 bytes.
 FULGUR_SHARED int panel_row_bytes(Element stored, int dim) {
   const int bytes = dim * bits_of(stored) / 8;
   return !is_code(stored) || bytes > 64 ? int(kPanelRowBytes) : bytes > 32 ? 64 : 32;
 }
-// Bytes of a row of codes.
+// Bytes of a row of codes in memory.
 FULGUR_SHARED int code_row_bytes(Element stored, int dim) {
   return is_block(stored) ? row_of_blocks(stored, dim) : dim * bits_of(stored) / 8;
 }
-// What several heads have of a key lies side by side in shared memory, too, so many bytes from one key to the next: an
+// The rows of several heads lie side by side in shared memory as in memory. The bytes from one key to the next are an
 // odd multiple of 16, so that eight keys share no banks.
 FULGUR_SHARED int pitch_of_heads(int bytes) { return (bytes / 16 | 1) * 16; }
-// Rows of blocks stay as memory has them.
+// Bytes of a tile of K or V.
 FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece, int heads) {
   if (heads > 1) return pitch_of_heads(heads * code_row_bytes(stored, dim)) * keys;
   if (is_block(stored)) return shared_row_of_blocks(stored, dim, piece) * keys;
@@ -86,13 +88,13 @@ FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
   return tile.warp_groups * tile.warps_per_group + load_warps;
 }
 
-// Rows of Q in shared memory that a warp has: no more than its products take, where it has all of a kv head.
+// Rows of Q in shared memory of a warp. With several heads these are all rows of a kv head, for which 8 may suffice.
 FULGUR_SHARED int rows_of_warp(const DecodeTile& tile) {
   return tile.heads > 1 && tile.tile_rows / tile.heads <= 8 ? 8 : int(kWarpRows);
 }
 
-// Columns of O that warp groups combine at a time, and floats from one row of them to the next: a quarter of a warp
-// has rows in different banks.
+// Columns of O that warp groups combine at a time, and floats from one row of them to the next, by which the rows of a
+// quarter of a warp are in different banks.
 FULGUR_SHARED int exchange_columns(const DecodeTile& tile) {
   if (tile.heads > 1) return 32;
   const int of_block = (tile.value_dim > 128 ? 64 : 32) / (is_warpgroup_path(tile) ? 2 : 1);
@@ -100,10 +102,10 @@ FULGUR_SHARED int exchange_columns(const DecodeTile& tile) {
 }
 FULGUR_SHARED int exchange_stride(const DecodeTile& tile) { return exchange_columns(tile) + 8; }
 
-// Words of numbers with the codes of a key.
+// Words of a key's scales, or zero points.
 FULGUR_SHARED int scale_words(int count, Element type) { return (count * bytes_of(type) + 3) / 4; }
 
-// Byte offsets, and bytes of buffers; those of K and V are panels of 64 columns, swizzled.
+// The map of shared memory: byte offsets, and bytes of buffers. K and V are panels of 64 columns, swizzled.
 struct DecodeLayout {
   int k_bytes, v_bytes;                  // of a stage
   int k, v;                              // [stage], of a warp group

@@ -5,18 +5,18 @@
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
 //   kStoredQ, kStoredK, kStoredV  those of q, k and v in memory; k and v may have codes, q then has f16, bf16 or,
 //                   if both have codes, e4m3 or e5m2
-//   kKScales, kVScales  scales that the codes of a key have for themselves, one for each group of columns; 0: those of
-//                   its sequence and kv head
+//   kKScales, kVScales  scales of a key, one for each group of columns; 0: all keys of a sequence and kv head have one
+//                   scale
 //   kKZeroPoint, kVZeroPoint  1: codes have zero points, as many as scales
 //   kKScaleType, kVScaleType, kKZeroPointType, kVZeroPointType  element types of these numbers, f32 or f16
-//   kKPiece, kVPiece  bytes of rows of blocks that are copied at once, 4, 8 or 16; 2: words, where rows may begin in
-//                   the middle of one; 0: there are no blocks
+//   kKPiece, kVPiece  how rows of blocks are copied (decode/layout.h): by pieces of 4, 8 or 16 bytes, 2 or kMiddle; 0:
+//                   there are no blocks
 //   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
 //   kValueDim       dv rounded up to 16 (<= 256); both to 32 with codes of 4 bits
-//   kHeads          kv heads that a CTA reads together, as many warps of a warp group: with more than 1, hk counts so
-//                   many as one, and kGroup has the q heads of all
-//   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups, but
-//                   for those of kHeads
+//   kHeads          kv heads that a CTA reads together, each by a warp of a warp group. They count as one in hk, and
+//                   kGroup has the q heads of all of them
+//   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups, except
+//                   with kHeads
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
@@ -39,8 +39,8 @@
 //   kBatchIdx       1: cache_batch_idx names the row of the batch
 //   kLeftPad        1: leftpad_k says which key is the first
 //   kTree           1: tree_mask says which of the last sq keys a query sees
-//   kFewQueries     the most queries of a sequence that it computes, where sm90/forward/forward.cu computes longer
-//                   ones; 0: it computes all
+//   kFewQueries     the maximum of queries in a sequence that it computes, where sm90/forward/forward.cu computes the
+//                   other sequences; 0: it computes all
 //   kAppends        1: it appends new rows of K and V, and attends them, too
 //   kRotatesQ       1: it rotates q with the new keys
 //   kUnreadRows     1: there may be new rows that no work tile reads
@@ -54,18 +54,18 @@
 struct DecodeMaps {
   TensorMapBlob k_map;  // dims {d,  sk, hk, b}   box {64, kBoxKeys, 1, 1}; pages: {d, kPage, hk, pages}
   TensorMapBlob v_map;  // dims {dv, sk, hk, b}   box {64, kBoxKeys, 1, 1}; the same
-                        // codes: bytes, or pairs of bytes of blocks, as LaneLoader::copy_box has them
+                        // codes: columns are bytes, or pairs of bytes of blocks (CodeLoader::copy_box)
 };
 
-// Of a key's scales side by side so many bytes may be copied at once; 0: they are no words.
+// How many bytes of a key's scales, which lie side by side, are copied at once; 0: they are no multiple of a word.
 FULGUR_SHARED int scale_piece(int bytes) { return bytes % 16 == 0 ? 16 : bytes % 8 == 0 ? 8 : bytes % 4 == 0 ? 4 : 0; }
 
-// Scales of codes, or their zero points, f32 or f16; null: they are 1.
+// Scales of codes, or their zero points, of f32 or f16. `data` is null where all scales are 1.
 struct CodeScales {
   const void* data;
   fulgur::kernels::Element type;
-  bool of_rows;  // lie as the rows of Q, K or V do, else by sequence and kv head
-  bool runs;     // those of a key lie side by side, at a multiple of scale_piece(their bytes)
+  bool of_rows;  // each row of Q, K or V has its own; else each sequence and kv head does
+  bool runs;     // the scales of a key lie side by side, at a multiple of scale_piece(their bytes)
   long long batch, row, head, group;  // strides in bytes
 };
 

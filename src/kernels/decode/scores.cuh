@@ -1,14 +1,14 @@
-// Mask and softmax inputs of both decode kernels: which keys a row sees, what a score becomes, and NaN in V at hidden
-// keys.
+// Masks and scores of the decode kernels: which keys the rows of a thread see, and what a score becomes before the
+// softmax.
 #pragma once
 #include "device/score.cuh"
 #include "attention/mask.cuh"
 #include "attention/softmax.cuh"
-#include "decode/loads.cuh"
+#include "decode/schedule/schedule.cuh"
 
 static_assert(!kTree || kBlockKeys <= 64);  // a word of the tree mask has the bits of a tile
 
-// The keys that all rows of a work tile see, whatever a dense bias is.
+// The keys that all rows of a work tile see. None where scores may hide keys, as a bias of -inf does.
 __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& tile) {
   if (kScoresHide) return {0, 0};
   const TileRows rows = rows_of_tile(p, tile);
@@ -26,7 +26,7 @@ struct ThreadRows {
   }
 };
 
-// `first` of those of the warps of a block, and the one `step` rows on.
+// A thread's rows: row `first` in the order of the warps of a block (row_of_warps), and the one `step` rows on.
 __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, const WorkTile& tile, int first, int step) {
   ThreadRows rows;
   const Lengths& n = tile.sequence.n;
@@ -43,8 +43,30 @@ __device__ __forceinline__ ThreadRows rows_of_thread(const DecodeParams& p, cons
   return rows;
 }
 
-// With score_mod: which scores of a tile a bias or an expression has made -inf, as without the score nobody can say it
-// later. A thread has a bit for each of its own, and asks the lanes that share its rows for theirs.
+// The mask of a work tile.
+struct WorkTileMask {
+  KeyRange seen_by_all;
+
+  __device__ __forceinline__ WorkTileMask(const DecodeParams& p, const WorkTile& tile)
+      : seen_by_all(keys_seen_by_all(p, tile)) {}
+
+  // Whether some row does not see all keys of a tile.
+  __device__ __forceinline__ bool cuts(int key_tile) const {
+    return is_partial(seen_by_all, key_tile * kBlockKeys, (key_tile + 1) * kBlockKeys);
+  }
+};
+
+// The same with the rows r and r + 8 of a thread.
+struct TileMask : WorkTileMask {
+  ThreadRows rows;
+
+  __device__ __forceinline__ TileMask(const DecodeParams& p, const WorkTile& tile, int warp_in_group)
+      : WorkTileMask(p, tile),
+        rows(rows_of_thread(p, tile, kWarpRows * warp_in_group + int(thread_row()), 8)) {}
+};
+
+// With score_mod: which scores of a tile an expression has made -inf. This depends on the score, so that it cannot be
+// computed again later. A thread has a bit for each of its scores, and gets those of other keys from other lanes.
 template <class Layout>
 class HiddenScores {
  public:
@@ -54,7 +76,7 @@ class HiddenScores {
 #pragma unroll
     for (int i = 0; kScoreMod && i < count; ++i) bits_[i / 32] |= u32(S[i] == -infinity()) << i % 32;
   }
-  // That of the thread's i-th row and a key of the tile. The warp asks together.
+  // Whether the thread's i-th row has such a score at a key of the tile. All lanes of the warp call this together.
   __device__ __forceinline__ bool has(int i, int key) const {
     const int lane = Layout::lane_of(key), bit = Layout::element_of(i, key);
     const u32 word = __shfl_sync(0xffffffff, bits_[0], lane), next = __shfl_sync(0xffffffff, bits_[1], lane);
@@ -89,85 +111,4 @@ __device__ __forceinline__ bool sees(const DecodeParams& p, const ThreadRows& ro
   const int place = key_tile * kBlockKeys + key;
   const bool hides_key = kScoreMod ? hidden.has(i, key) : hides(p, rows.context(i, place));
   return rows.keys.sees(i, place) && !hides_key;
-}
-
-// P is 0 at a hidden key, but 0 * NaN is NaN. So NaN and infinity of V are added to O by hand in the rows that see
-// their key, and replaced by 0 in shared memory for the product. `sync` is a barrier of the warp group, which shares
-// the tile.
-template <class Sync>
-__device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
-                                               const HiddenScores<ByRows>& hidden, int key_tile, u32 v, Sync sync) {
-  const auto pair_at = [&](int key, int column) {
-    return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
-  };
-  sync();
-#pragma unroll 1
-  for (int key = 0; key < kBlockKeys; ++key) {
-    const bool seen[2] = {sees(p, rows, hidden, 0, key_tile, key), sees(p, rows, hidden, 1, key_tile, key)};
-#pragma unroll
-    for (int i = 0; i < kValueDim / 2; i += 4) {
-      const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
-      const float x[2] = {ElementV::is_finite(pair) ? 0 : ElementV::low(pair),
-                          ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair)};
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if (seen[j / 2]) O[i + j] += x[j % 2];
-      }
-    }
-  }
-  sync();
-#pragma unroll 1
-  for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kValueDim / 2; at += kWarpGroupThreads) {
-    const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
-    const u32 pair = load_shared(address);
-    store_shared(address, (ElementV::is_finite(pair) ? pair & 0xffff : 0) |
-                              (ElementV::is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
-  }
-  sync();
-}
-
-// Whether V of a tile has NaN or infinity at a key of the sequence that some row does not see.
-__device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyRange& seen_by_all, int sk) {
-  constexpr int kChunks = kValueDim / 8;
-  const int first = key_tile * kBlockKeys;
-  const int keys = min(int(kBlockKeys), sk - first);
-  const int before = max(min(seen_by_all.begin - first, keys), 0);
-  const int after = max(min(seen_by_all.end - first, keys), before);
-  const int hidden = before + keys - after;
-  bool found = false;
-#pragma unroll 1
-  for (int at = threadIdx.x % 32; at < hidden * kChunks; at += 32) {
-    const int i = at / kChunks;
-    const int key = i < before ? i : i - before + after;
-    const int column = at % kChunks * 8;
-    u32 x[4];
-    load_shared16(v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8), x);
-#pragma unroll
-    for (int j = 0; j < 4; ++j) found = found || !ElementV::is_finite(x[j]) || !ElementV::is_finite(x[j] >> 16);
-  }
-  return __any_sync(0xffffffff, found);
-}
-
-// The mask of a work tile, as a thread sees it.
-struct TileMask {
-  KeyRange seen_by_all;
-  ThreadRows rows;
-
-  __device__ __forceinline__ TileMask(const DecodeParams& p, const WorkTile& tile, int warp_of_group)
-      : seen_by_all(keys_seen_by_all(p, tile)),
-        rows(rows_of_thread(p, tile, kWarpRows * warp_of_group + int(thread_row()), 8)) {}
-
-  // Whether some row does not see all keys of a tile.
-  __device__ __forceinline__ bool cuts(int key_tile) const {
-    return is_partial(seen_by_all, key_tile * kBlockKeys, (key_tile + 1) * kBlockKeys);
-  }
-};
-
-// Keeps NaN and infinity of V in a tile that the mask cuts from the rows that do not see their keys.
-template <class Sync>
-__device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2],
-                                                      const TileMask& mask, const HiddenScores<ByRows>& hidden,
-                                                      int key_tile, u32 v, const SavedWorkTiles& saved, Sync sync) {
-  if (hides_non_finite(v, key_tile, mask.seen_by_all, saved.keys()))
-    add_non_finite(p, O, mask.rows, hidden, key_tile, v, sync);
 }

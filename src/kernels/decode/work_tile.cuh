@@ -62,13 +62,6 @@ __device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams
   return row_of<Type>(t, tile.batch, tile.sequence.n.q_start + row / kGroup, tile.head * kGroup + row % kGroup);
 }
 
-// The number so many bytes from the first one of a tensor of scales.
-__device__ __forceinline__ float scale_at(const CodeScales& t, long long bytes) {
-  const auto* const at = static_cast<const unsigned char*>(t.data) + bytes;
-  return t.type == kF32 ? *reinterpret_cast<const float*>(at)
-                        : half_to_float(*reinterpret_cast<const unsigned short*>(at));
-}
-
 // The ids of its sequence's pages.
 __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const WorkTile& tile) {
   return p.pages.table + (kPageLists ? tile.sequence.entry * p.pages.id_stride : tile.batch * p.pages.table_stride);

@@ -1,19 +1,19 @@
-// The dynamic scheduler: each CTA requests its next work tile while it is at the one before. An SM in four reads memory
-// a third faster than the others, and so gets more of them. Longest first, what each CTA does last is short (Graham,
-// Bounds on multiprocessing timing anomalies, 1969). Q blocks are split where they are longer than what a CTA has in
-// all; which CTA computes a split changes no bit of it.
+// The dynamic scheduler: each CTA requests its next work tile while it computes the one before. One SM in four reads
+// memory a third faster than the others, and so gets more work tiles. The longest come first, so that what each CTA
+// does last is short (Graham, Bounds on multiprocessing timing anomalies, 1969). Q blocks that are longer than the mean
+// work of a CTA are split. Which CTA computes a split changes no bit of it.
 #pragma once
 #include "decode/work_tile.cuh"
 #include "sm90/ptx/tma.cuh"
 
-// As take_ticket, where nothing but the number counts.
+// Counts like take_ticket, but orders no other accesses to memory.
 __device__ __forceinline__ int take_number(int* numbers, int last) {
   int before;
   asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(numbers), "r"(last) : "memory");
   return before;
 }
 
-// The sum of what the lanes before this one have, and of all, by a warp.
+// The sum over the lanes before this one, and over all lanes of a warp.
 struct SumOfLanes {
   int before, all;
 };
@@ -28,22 +28,23 @@ __device__ __forceinline__ SumOfLanes sum_of_lanes(int x) {
   return {sum - x, __shfl_sync(0xffffffff, sum, 31)};
 }
 
-// Splits of the longer q blocks have numbers, which an atomic counts: the first number of a CTA is its own, and each
-// CTA requests numbers until there are no more. So the count of all requests is known, and the last one leaves a zero.
-// Shorter q blocks follow after them by their number: CTA i takes i, i + grid, and so on. A ring of slots in shared
-// memory has the splits that the warps of the CTA are at, and barriers: that a split is there, and that all warps have
-// read it. Each sequence has one block of rows at most, and there are up to kDynamicSequences.
+// The splits of the longer q blocks are numbered, and an atomic counter hands out the numbers. The first number of a
+// CTA is that of the CTA, and each CTA requests numbers until there are no more. So the count of all requests is known,
+// and the last one resets the counter to zero. Shorter q blocks follow by round robin: CTA i takes i, i + grid, and so
+// on. A ring of slots in shared memory holds the current splits of the CTA, with barriers for "a split is there" and
+// "all warps have read it". Each sequence has at most one block of rows, and there are at most kDynamicSequences.
 class Dynamic {
  public:
   enum : int {
     kCombineKernel = 0,
     kFragments = 0,
     kOneTile = 0,
-    // Warpgroups combine q blocks of more than kFewSplits after the last work tile, when no loads wait for that.
+    // On the warpgroup path q blocks of more than kFewSplits are combined after the last work tile, so that no loads
+    // wait.
     kCombinesAtEnd = kWarpgroupPath,
   };
 
-  // By all threads of the CTA: ranks the sequences, splits their q blocks, and takes the first split.
+  // Ranks the sequences, splits their q blocks, and takes the first split, by all threads of the CTA.
   __device__ __forceinline__ bool first(const DecodeParams& p, WorkTile& tile) {
     rank_sequences(p);
     request_ = 0;
@@ -52,7 +53,7 @@ class Dynamic {
     return next(p, tile);
   }
 
-  // `ahead`: for the loads of a warp that comes here again for its products.
+  // `ahead`: the warp loads ahead, and comes to the split again for its products.
   __device__ __forceinline__ bool next(const DecodeParams& p, WorkTile& tile, bool ahead = false) {
     const Queue& all = queue();
     Split split = {0, 0, 0, 0, 0};
@@ -84,7 +85,7 @@ class Dynamic {
     return p.partial + (long long)(slot_of(p, tile, split)) * (kTileRows * partial_row_floats(kValueDim));
   }
 
-  // How many q blocks all CTAs combine at the end, and the work tile of one of them.
+  // The number of q blocks that are combined at the end, and one of them.
   static __device__ __forceinline__ int combined_at_end(const DecodeParams& p) { return queue().ends * p.hk; }
   static __device__ __forceinline__ WorkTile q_block_at_end(const DecodeParams& p, int number) {
     const int rank = number / p.hk;
@@ -95,12 +96,12 @@ class Dynamic {
     return tile;
   }
 
-  // What the first warp that loads does for its CTA: it requests the next split kRequestTiles before the end of one,
-  // and tells the answer to all warps kAnswerTiles before. Sooner it would take a split that another CTA begins before
-  // it.
+  // The requests of a CTA, by its first warp that loads: it requests the next split kRequestTiles before the end of
+  // one, and passes the answer to all warps kAnswerTiles before the end. Earlier requests would take splits that
+  // another CTA could begin sooner.
   class Requests {
    public:
-    // `tiles`: of its warp group, that are left of the work tile.
+    // `tiles`: how many tiles of the work tile are left for this warp group.
     __device__ __forceinline__ void begin_tile(const DecodeParams& p, const Dynamic& schedule, int tiles) {
       if (requests(schedule) && tiles <= kRequestTiles) ask(p);
     }
@@ -128,36 +129,37 @@ class Dynamic {
   enum : int {
     kAnswerTiles = 3,
     kRequestTiles = 2 * kAnswerTiles,
-    // Of a split, at least: loads that run ahead of the products are in the split after it at most. All tiles of the
-    // last chunk but one may be after the keys.
+    // The minimum of tiles in a split: loads run ahead of the products, but never beyond the next split. All tiles of
+    // the last chunk except one may lie after the keys.
     kMinTiles = kWarpGroups * (max_of(kKStages, kAnswerTiles) + 1),
     kMinChunks = ((kMinTiles - 1) * kBlockKeys + kKeysPerChunk - 1) / kKeysPerChunk + 1,
   };
   static_assert(kDynamicSequences <= 256);  // a byte of an entry of the table
 
-  // The q blocks of the call, in the order of their lengths. Sequences have ranks in that order.
+  // The q blocks of the call, in the order of their lengths. A sequence has a rank in that order.
   struct Queue {
-    int sequences;   // whose q blocks are long enough to be requested
-    int splits;      // of these q blocks
-    int first_split; // the first of the sequences whose q blocks have several splits; those after it may have, too
-    int ends;        // of the sequences whose q blocks have more than kFewSplits
-    int shorter;     // sequences after these
+    int sequences;   // the number of sequences whose q blocks are long enough to be requested
+    int splits;      // the number of splits of these q blocks
+    int first_split; // the rank of the first sequence whose q blocks have several splits; later ones may have, too
+    int ends;        // the number of sequences whose q blocks have more than kFewSplits, which are the first ones
+    int shorter;     // the number of sequences whose q blocks are shorter
   };
   static_assert(sizeof(Queue) <= 64);  // decode_layout
 
-  // A split of a q block, mostly all of it.
+  // A split of a q block, which in most cases is the whole q block.
   struct Split {
     int batch, head;
     int number, count;
-    int first;  // the number of the q block's first split among those of split q blocks; others are hk further on, so
-                // that heads are read side by side
+    // The number of the q block's first split among those of split q blocks. Its next splits are hk apart, so that CTAs
+    // read the heads of a sequence at the same time.
+    int first;
 
     __device__ __forceinline__ bool any() const { return count > 0; }
   };
 
   static __device__ __forceinline__ Queue& queue() { return *reinterpret_cast<Queue*>(raw + kLayout.schedule); }
 
-  // The table of ranks: the sequence of each, and how many splits of a kv head those before it have.
+  // The table of ranks: the sequence of each rank, and how many splits of a kv head the ranks before have.
   static __device__ __forceinline__ int* table() { return reinterpret_cast<int*>(raw + kLayout.ranks); }
   static __device__ __forceinline__ void set_rank(int rank, int batch, int first) {
     table()[rank] = first << 8 | batch;
@@ -168,22 +170,23 @@ class Dynamic {
     return (rank + 1 < all.sequences ? first_of(rank + 1) : all.splits / hk) - first_of(rank);
   }
 
-  // The slot of a request, which its number chooses, and its barriers.
+  // The slot of a request, by its number, and its two barriers.
   static __device__ __forceinline__ int4* slot(int request) {
     return reinterpret_cast<int4*>(raw + kLayout.slots) + request % kDynamicSlots;
   }
   static __device__ __forceinline__ u32 given(int request) {
-    return u32(__cvta_generic_to_shared(raw)) + kLayout.slots + 16 * kDynamicSlots + request % kDynamicSlots * 8;
+    return shared_base() + kLayout.slots + 16 * kDynamicSlots + request % kDynamicSlots * 8;
   }
   static __device__ __forceinline__ u32 read(int request) { return given(request) + 8 * kDynamicSlots; }
 
-  // By one lane: the split that a request gets.
+  // Passes the split of a request to all warps, by one lane.
   static __device__ __forceinline__ void give(int request, const Split& split) {
     mbarrier_wait(read(request), request / kDynamicSlots % 2 ^ 1);
     *slot(request) = {split.batch, split.head, split.number << 16 | split.count, split.first};
     mbarrier_arrive(given(request));
   }
-  // By a warp. One that reads a split twice, for its loads and for its products, releases it the second time.
+  // Reads the split of a request, by a warp. A warp that reads it twice, for its loads and for its products, releases
+  // it the second time.
   static __device__ __forceinline__ Split split_at(int request, bool releases) {
     mbarrier_wait(given(request), request / kDynamicSlots % 2);
     const int4 x = *slot(request);
@@ -192,11 +195,11 @@ class Dynamic {
     return {uniform(x.x), uniform(x.y), numbers >> 16, numbers & 0xffff, uniform(x.w)};
   }
 
-  // By a warp.
+  // Finds the split with a number, by a warp.
   static __device__ __forceinline__ Split split_of_number(const DecodeParams& p, const Queue& all, int number) {
     if (number >= all.splits) return {0, 0, 0, 0, 0};
     const int at = number / p.hk;
-    int ranks = 0;  // that begin there or before
+    int ranks = 0;  // that begin at or before this split
 #pragma unroll 1
     for (int i = 0; i < all.sequences; i += 32) {
       const int rank = i + int(threadIdx.x % 32);
@@ -208,10 +211,10 @@ class Dynamic {
             (first - first_of(all.first_split)) * p.hk + head};
   }
 
-  // By all threads of the CTA: fills the queue and the table, and gives the first split. Intermediate values lie where
-  // K will be.
+  // Fills the queue and the table and passes on the first split, by all threads of the CTA. Intermediate values lie in
+  // the buffers of K.
   static __device__ __forceinline__ void rank_sequences(const DecodeParams& p) {
-    // In the order of lengths: chunks of a q block and 1, none where there are no queries, then 255 less the sequence.
+    // Keys to sort by: the chunks of a q block plus 1, or 0 without queries; then 255 minus the sequence.
     u32* const keys = reinterpret_cast<u32*>(raw);
     int2* const ranked = reinterpret_cast<int2*>(keys + kDynamicSequences);  // {chunks, later splits; sequence}
 #pragma unroll 1
@@ -247,7 +250,7 @@ class Dynamic {
       const int first = threadIdx.x * each;
       const int last = min(first + each, p.batch);
       int chunks = 0;
-      int kinds = 0;  // sequences whose q blocks are requested, and 2^16 times those with shorter ones
+      int kinds = 0;  // the sequences whose q blocks are requested, plus 2^16 times those with shorter ones
 #pragma unroll 1
       for (int rank = first; rank < last; ++rank) {
         const int of_q_block = ranked[rank].x;
@@ -259,11 +262,11 @@ class Dynamic {
       kinds = sum_of_lanes(kinds).all;
       const int sequences = kinds & 0xffff;
       const int max_chunks = dynamic_max_chunks(p.hk * chunks, gridDim.x, 2 * kMinChunks);
-      // Where no q block is too long, all may be about as long as each other.
+      // If no q block is too long, all may have about the same length, and then the last round may be split.
       const int longest = uniform(threadIdx.x == 0 ? ranked[0].x : 0);
       const bool splits_longest = dynamic_splits(longest, max_chunks) > 1;
       const int split_last = splits_longest ? 0 : last_round_sequences(sequences, p.hk, gridDim.x);
-      int splits = 0;  // of a kv head, and 2^20 times sequences whose q blocks are combined at the end
+      int splits = 0;  // of a kv head, plus 2^20 times the sequences whose q blocks are combined at the end
 #pragma unroll 1
       for (int rank = first; rank < last; ++rank) {
         int count = 0;
@@ -292,6 +295,6 @@ class Dynamic {
     __syncthreads();
   }
 
-  int request_;     // of the next split that it reads; -1 after the last one
+  int request_;  // the number of the warp's next request in its CTA; -1: there are no more splits
   int shorter_;  // the number of the next shorter q block
 };

@@ -1,15 +1,17 @@
 // The schedule of a plan: which work tiles a CTA computes, and how their partial results are combined. A schedule is a
-// type, which kernel_config.h names. An object of it is what a warp knows of the work tile at hand. Its members:
-//   first(p, tile)              the first work tile of the CTA; false where it has none. All threads of the CTA call
+// type, which kernel_config.h names. Each warp has an object of it, the state of its current work tile. Its members:
+//   first(p, tile)              finds the first work tile of the CTA; false: it has none. All threads of the CTA call
 //                               it, and on the warpgroup path meet at a barrier in it
-//   next(p, tile, ahead)        goes on from a work tile to the next one; false after the last. Every warp calls it for
-//                               itself; `ahead`: for the loads of a warp that goes there again for its products
-//   partial_of(p, tile, split)  where a split of the work tile's q block leaves its partial result
-//   slot_of(p, tile, split)     the number of that place, without kCombineKernel: a group of splits has a ticket by it
-//   find_splits(p, tile)        the q block of a CTA of decode/combine.cu, with kCombineKernel
-//   kCombineKernel              decode/combine.cu combines the splits, not the last CTA at each q block
-//   kFragments                  partial results are left as the threads of a warpgroup hold them, not by rows
-//   kOneTile                    a CTA has one work tile at most
+//   next(p, tile, ahead)        goes on to the next work tile; false: there is none. Every warp calls it for itself.
+//                               `ahead`: the warp loads ahead, and comes to the work tile again for its products
+//   partial_of(p, tile, split)  where a split of the work tile's q block stores its partial result
+//   slot_of(p, tile, split)     the number of that place, and of the ticket of a group of splits that begins there;
+//                               not with kCombineKernel
+//   find_splits(p, tile)        finds the q block of a CTA of decode/combine.cu, and its number of splits; only with
+//                               kCombineKernel
+//   kCombineKernel              decode/combine.cu combines the splits; else the last CTA at each q block does
+//   kFragments                  partial results are stored as the threads of a warpgroup hold them; else by rows
+//   kOneTile                    a CTA has at most one work tile
 //   kCombinesAtEnd              CTAs combine q blocks of many splits together, after their last work tile
 //   Requests                    what the first warp that loads does for the schedule
 #pragma once
@@ -34,12 +36,12 @@ struct alignas(16) WorkTiles {
 };
 static_assert(sizeof(WorkTiles) == 64);  // decode_layout
 
-// Where a warp leaves its work tiles during the loop over keys, whose registers they would take.
+// The place in shared memory where a warp keeps its work tiles during the loop over keys, which needs their registers.
 class SavedWorkTiles {
  public:
   __device__ __forceinline__ explicit SavedWorkTiles(int warp)
       : warp_(warp),
-        at_(u32(__cvta_generic_to_shared(raw)) + kLayout.work_tiles + warp * int(sizeof(WorkTiles))) {}
+        at_(shared_base() + kLayout.work_tiles + warp * int(sizeof(WorkTiles))) {}
 
   __device__ __forceinline__ void save(const WorkTiles& work_tiles) const {
     if (lane_of_warp() == 0) store_shared_struct(at_, work_tiles);

@@ -1,24 +1,25 @@
-// Loads of the warpgroup path, by warps that do nothing else: K and V by TMA, or by lanes where TMA cannot address
-// them, and Q.
+// Loads of the warpgroup path, by warps that do nothing else (producers): K and V by TMA, or by lanes where TMA cannot
+// address them, and Q.
 #pragma once
 #include "sm90/common/ring.cuh"
-#include "decode/loads.cuh"
+#include "decode/loads/lane_loader.cuh"
+#include "decode/loads/query.cuh"
 #include "sm90/ptx/tma.cuh"
 
 enum : int {
-  kTileWarps = kLoadWarps / kWarpGroups,  // that load for a warp group
-  // Those of warp group 0 that load Q, too: warps that have nothing else to do, where there are some.
-  kQueryWarps = kBoxKeys == 0 ? int(kTileWarps) : kTileWarps == 4 ? 2 : 1,
-  // How often a buffer is filled: by one lane for all that TMA brings, or by each lane that copies.
-  kFills = kBoxKeys > 0 ? 1 : 32 * kTileWarps,
+  // Warps that load Q, among those that load for warp group 0: two with nothing else to do, if there are four in all.
+  kQueryWarps = kBoxKeys == 0 ? int(kTileLoaders) : kTileLoaders == 4 ? 2 : 1,
+  // Arrivals that fill a buffer: of the lane that requests boxes, or of every lane that copies.
+  kFills = kBoxKeys > 0 ? 1 : 32 * kTileLoaders,
 };
 
 using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
-// Of a warp group, from its first byte on.
+// K and V of a warp group, at byte offsets from its first buffer.
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
-// Copies Q of a work tile, zeros where there is none, by `threads` threads, of which this is number `thread`.
+// Copies Q of a work tile by `threads` threads, of which this is number `thread`. Rows and columns that do not exist
+// become zeros.
 template <int threads>
 __device__ __forceinline__ void copy_query(const DecodeParams& p, const WorkTile& tile, int thread) {
 #pragma unroll 4
@@ -35,7 +36,7 @@ __device__ __forceinline__ void copy_query(const DecodeParams& p, const WorkTile
 class QueryLoader {
  public:
   __device__ __forceinline__ QueryLoader(const TileWalk& tiles)
-      : buffer_(u32(__cvta_generic_to_shared(raw)), !tiles.in_first_work_tile()) {}
+      : buffer_(shared_base(), !tiles.in_first_work_tile()) {}
 
   // Loads Q of the work tile that `tiles` begins.
   __device__ __forceinline__ void begin_work_tile(const DecodeParams& p, const TileWalk& tiles, int thread) {
@@ -53,22 +54,22 @@ class QueryLoader {
   QueryBuffer buffer_;
 };
 
-// By warps of their own.
+// Loads Q of all work tiles, by warps that load nothing else.
 __device__ __forceinline__ void load_queries(const DecodeParams& p, TileWalk tiles, int thread) {
   QueryLoader query(tiles);
 #pragma unroll 1
   for (; tiles.more(); tiles.next_work_tile()) query.begin_work_tile(p, tiles, thread);
 }
 
-// All loads of a warp group by the lanes of kTileWarps warps; those of warp group 0 load Q, too.
-__device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader<kTileWarps> load, u32 buffers) {
+// Loads K and V of a warp group by the lanes of kTileLoaders warps. Those of warp group 0 load Q, too.
+__device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader load, u32 buffers) {
   KBuffers keys(buffers, 1);
   VBuffers values(buffers, 1);
   QueryLoader query(load.tiles());
 #pragma unroll 1
   for (; load.more(); load.next()) {
     if (load.tiles().begins_work_tile() && load.tiles().warp_group() == 0)
-      query.begin_work_tile(p, load.tiles(), threadIdx.x % (32 * kTileWarps));
+      query.begin_work_tile(p, load.tiles(), threadIdx.x % (32 * kTileLoaders));
     const bool whole = load.whole();
     keys.wait_empty();
     if (whole)
@@ -87,11 +88,11 @@ __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader<
   }
 }
 
-// The page ids of a work tile, which a warp loads far ahead: a load comes after all that TMA has been asked for before,
-// 10 000 cycles later and more. Each lane has one of 32 successive ids, and one of the next 32.
+// The page ids of a work tile, which a warp loads far ahead: a load is served after all earlier requests of TMA, which
+// takes 10 000 cycles and more. Each lane holds one of 32 successive ids, and one of the 32 after these.
 class PageIds {
  public:
-  // The work tile needs the pages from `page` on.
+  // Begins a work tile whose first page is number `page` of the sequence.
   __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& tile, int page) {
     const DecodeSequence& s = tile.sequence;
     ids_ = page_ids(p, tile);
@@ -100,8 +101,8 @@ class PageIds {
     here_ = load(p, first_);
     next_ = load(p, first_ + 32);
   }
-  // The id of the page that each lane asks for, -1 after the last one. It is one of a tile, which has keys of the pages
-  // `first` to `last`; both grow from tile to tile, by less than 32.
+  // The id of a page, which may be another one in each lane; -1 after the last page. All pages are those of one tile,
+  // `first` to `last`. Both grow by less than 32 from tile to tile.
   __device__ __forceinline__ int id(const DecodeParams& p, int page, int first, int last) {
     if (first >= first_ + 32) {
       first_ += 32;
@@ -109,7 +110,7 @@ class PageIds {
       next_ = load(p, first_ + 32);
     }
     const int here = __shfl_sync(0xffffffff, here_, page % 32);
-    if (last < first_ + 32) return here;  // the next ones need not be there
+    if (last < first_ + 32) return here;  // without waiting for the next ids
     const int next = __shfl_sync(0xffffffff, next_, page % 32);
     return page < first_ + 32 ? here : next;
   }
@@ -125,8 +126,8 @@ class PageIds {
   int first_, here_, next_;
 };
 
-// The loads of K or of V by TMA, which one warp issues: a lane for each box of kBoxKeys rows of a panel. The panels of
-// the same rows follow each other, while the memory has these rows open.
+// The loads of K or of V by TMA, which one warp issues. Each lane requests a box: kBoxKeys rows of a panel. Lanes of
+// the same rows and successive panels lie side by side, as memory then has these rows open.
 template <int panels>
 class BoxLoader {
  public:
@@ -155,7 +156,7 @@ class BoxLoader {
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int box() { return lane() / panels; }
 
-  // Where this lane's box is, a tile ahead of its load. Outside of the tensor, TMA writes zeros.
+  // Finds this lane's box, a tile before it is loaded. TMA writes zeros for boxes outside of the tensor.
   __device__ __forceinline__ void fetch_id(bool begins) {
     const DecodeSequence& s = tiles_.work_tile().sequence;
     const int key = tiles_.tile() * kBlockKeys + box() * kBoxKeys;
@@ -187,7 +188,7 @@ __device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoa
   }
 }
 
-// Loads V, and Q for warp group 0 where no other warp does.
+// Loads V of a warp group. Where no warp loads Q alone, that of warp group 0 loads Q, too.
 __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxLoader<kVPanels> load, u32 buffers) {
   VBuffers values(buffers, 1);
   QueryLoader query(load.tiles());
@@ -195,10 +196,10 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
   u32 tail_parity = 0;
 #pragma unroll 1
   for (; load.tiles().more(); load.next()) {
-    if (kTileWarps == 2 && load.tiles().begins_work_tile() && load.tiles().warp_group() == 0)
+    if (kTileLoaders == 2 && load.tiles().begins_work_tile() && load.tiles().warp_group() == 0)
       query.begin_work_tile(p, load.tiles(), threadIdx.x % 32);
     values.wait_empty();
-    // Rows of V after the sequence meet P = 0, and 0 * NaN is NaN. Where they are not TMA's zeros, clear them.
+    // V after the end of a sequence meets P = 0, but 0 * NaN is NaN. It is cleared where memory may have other rows.
     const int valid = load.tiles().work_tile().sequence.n.sk - load.tiles().tile() * kBlockKeys;
     const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     load.copy(p.v_map, values.address(), clear ? tail : values.full());

@@ -1,4 +1,4 @@
-// The tiles of a warp group over all work tiles of its CTA, as the warps see them that load.
+// The tiles of keys of a warp group, over all work tiles of its CTA, in the order in which warps load them.
 #pragma once
 #include "decode/schedule/schedule.cuh"
 
@@ -30,7 +30,7 @@ class TileWalk {
   }
 
  private:
-  enum : int { kStep = kHeads > 1 ? 1 : int(kWarpGroups) };  // tiles; one warp loads for all of kHeads
+  enum : int { kStep = kHeads > 1 ? 1 : int(kWarpGroups) };  // tiles; with kHeads one warp loads those of all
 
   // Goes to the next work tile that has a tile for this warp group, where this one has no more.
   __device__ __forceinline__ void find_tile() {

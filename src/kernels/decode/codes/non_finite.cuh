@@ -1,0 +1,146 @@
+// NaN and infinity in codes of V, or in their scales, at keys that some rows do not see: P is 0 there, but 0 * NaN is
+// NaN. decode/non_finite.cuh has the same for V of 16 bits.
+#pragma once
+#include "decode/codes/output.cuh"
+#include "decode/codes/scales.cuh"
+#include "decode/codes/value_products.cuh"
+#include "decode/codes/mask.cuh"
+
+// V of a tile, as codes and scales in shared memory.
+struct CodedValues {
+  u32 v, scales;
+
+  // The address of the word that has the code of a column.
+  __device__ __forceinline__ u32 word_place(int key, int column) const {
+    constexpr int kColumns = 8 * CodesOfV::kOfHalf;
+    return CodeChunks<kOfV>::place(v, key, column / kColumns) + CodesOfV::place(column % kColumns).word * 4;
+  }
+  // The 16 bits that have the code of a column, in their half of a word.
+  __device__ __forceinline__ u32 codes(int key, int column) const {
+    if constexpr (!is_block(StoredV::kType)) return load_shared(word_place(key, column));
+    const CodesOfV::Place at = CodesOfV::place(column % kBlockColumns);
+    return load_shared_u16(scale_place<kOfV>(scales, key, column / kBlockColumns) + 2 + 4 * at.word + 2 * at.half)
+           << 16 * at.half;
+  }
+  // The scales of a key, and its zero points after them.
+  enum : int { kNumbers = kVScales * (1 + kVZeroPoint) };
+  __device__ __forceinline__ float scale(int i, int key) const {
+    return i < kVScales ? load_scale<kOfV>(scales, key, i) : load_scale<kZeroOfV>(scales, key, i - kVScales);
+  }
+  static __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < infinity(); }
+
+  // Whether a lane finds no NaN or infinity in its part of a key.
+  __device__ __forceinline__ bool is_finite_key(int key, int lane) const {
+    bool finite = true;
+    // Heads whose rows share 16 bytes check the rows of all heads, so that they agree on the barriers around `clear`.
+    if constexpr (kHeads > 1 && kVPiece == kMiddle) {
+      using HeadRows = RowsOfHeads<kOfV>;
+      const u32 first = scales + key * HeadRows::kPitch - head_of_warp() * HeadRows::kBytes;
+      for (int i = lane; i < kHeads * kNumbers; i += 32)
+        finite = finite && is_finite(half_to_float(static_cast<unsigned short>(load_shared_u16(
+                               first + i / kNumbers * HeadRows::kBytes + i % kNumbers * block_bytes(StoredV::kType)))));
+      return finite;
+    }
+    for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(scale(i, key));
+    if constexpr (is_block(StoredV::kType)) return finite;  // their codes are integers
+    for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf)
+      finite = finite && CodesOfV::is_finite(load_shared(word_place(key, column)));
+    return finite;
+  }
+
+  // What a column of a key adds to O where it is NaN or infinity, else 0.
+  __device__ __forceinline__ float addend(int key, int column) const {
+    constexpr int kOfHalf = CodesOfV::kOfHalf;
+    u32 x[kOfHalf];
+    CodesOfV::numbers(codes(key, column), x);
+    const CodesOfV::Place at = CodesOfV::place(column % (8 * kOfHalf));
+    u32 pair = 0;
+#pragma unroll
+    for (int j = 0; j < kOfHalf; ++j)
+      if (at.number == j) pair = x[j];
+    float number = at.half == 1 ? CodesOfV::Number::high(pair) : CodesOfV::Number::low(pair);
+    number = number * CodesOfV::scale(at.number) - CodesOfV::kBias;
+    if (kVScales > 0) {
+      const int group = column / (kValueDim / max_of(kVScales, 1));
+      if (kVZeroPoint) number -= load_scale<kZeroOfV>(scales, key, group);
+      number *= load_scale<kOfV>(scales, key, group);
+    }
+    return is_finite(number) ? 0 : number;
+  }
+
+  // Replaces NaN and infinity of a key by 0.
+  __device__ __forceinline__ void clear(int key, int lane) const {
+    for (int i = lane; i < kNumbers; i += 32) {
+      if (is_finite(scale(i, key))) continue;
+      if (i < kVScales)
+        clear_scale<kOfV>(scales, key, i);
+      else
+        clear_scale<kZeroOfV>(scales, key, i - kVScales);
+    }
+    if constexpr (is_block(StoredV::kType)) return;
+    for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf) {
+      const u32 at = word_place(key, column);
+      store_shared(at, int(CodesOfV::finite(load_shared(at))));
+    }
+  }
+};
+
+// Clears V after the last of the `keys` of a tile. TMA brings what memory has there; P is 0, but V may be NaN if it is
+// of floats, or if its blocks have scales. `sync` is a barrier of the warp group.
+template <class Sync>
+__device__ __forceinline__ void clear_tail(u32 v, int keys, Sync sync) {
+  using Chunks = CodeChunks<kOfV>;
+  constexpr bool kNoNan = StoredV::kType == kInt8 || StoredV::kType == kInt4;
+  if (kBoxKeys == 0 || kNoNan || keys >= kBlockKeys) return;
+  if constexpr (kHeads > 1) {
+    constexpr int kPairs = RowsOfHeads<kOfV>::kBytes / 2;  // of bytes, of this warp's head
+    for (int at = threadIdx.x % 32; at < (kBlockKeys - keys) * kPairs; at += 32)
+      store_shared_u16(v + (keys + at / kPairs) * Chunks::kPitch + 2 * (at % kPairs), 0);
+    fence_async_proxy();
+    return sync();
+  }
+  constexpr int kStride = Chunks::kIsBlocks ? int(BlockRows<kOfV>::kStride) : int(Chunks::kRowBytes);
+  constexpr int kBytes = kStride * kBlockKeys;
+  for (int panel = 0; panel < kLayout.v_bytes; panel += kBytes)
+    for (int at = keys * kStride + 16 * int(threadIdx.x % kWarpGroupThreads); at < kBytes; at += 16 * kWarpGroupThreads)
+      store_shared_zero16(v + panel + at);
+  fence_async_proxy();
+  sync();
+}
+
+// Adds NaN and infinity of V to O in the rows that see their key, and replaces them by 0 in shared memory for the
+// product. Only keys that some row does not see are looked at. `sync` is a barrier of the warp group.
+template <class Sync>
+__device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kRowTiles][kOutputs],
+                                                      const TransposedMask& mask,
+                                                      const HiddenScores<Transposed> (&hidden)[kRowTiles], int key_tile,
+                                                      const CodedValues& values, const SavedWorkTiles& saved,
+                                                      Sync sync) {
+  const int first = key_tile * kBlockKeys;
+  const int keys = min(int(kBlockKeys), saved.keys() - first);
+  const int lane = threadIdx.x % 32, thread = kHeads > 1 ? lane : int(threadIdx.x % kWarpGroupThreads);
+  sync();
+#pragma unroll 1
+  for (int key = 0; key < keys; ++key) {
+    if (first + key >= mask.seen_by_all.begin && first + key < mask.seen_by_all.end) continue;
+    if (__all_sync(0xffffffff, values.is_finite_key(key, lane))) continue;
+    bool seen[2 * kRowTiles];
+#pragma unroll
+    for (int i = 0; i < 2 * kRowTiles; ++i) seen[i] = sees(p, mask.tiles[i / 2], hidden[i / 2], i % 2, key_tile, key);
+#pragma unroll
+    for (int j = 0; j < kOutputs; j += 2) {
+      int at = key, pairs_before = pairs_before_values(values.v, values.scales);
+      asm volatile("" : "+r"(at), "+r"(pairs_before));  // the places of all columns at once would take registers
+      const int column = output_column(j, pairs_before);
+      if (column < 0) continue;
+      const float addend = values.addend(at, column);
+#pragma unroll
+      for (int i = 0; i < 2 * kRowTiles; ++i)
+        if (seen[i]) O[i / 2][j + i % 2] += addend;
+    }
+    sync();
+    if (thread < 32) values.clear(key, lane);
+    if (kBoxKeys > 0) fence_async_proxy();
+    sync();
+  }
+}
