@@ -1,14 +1,13 @@
-// Appends new rows of K and V to their caches, and rotates queries, before the warp groups attend (kAppends). The
-// compute warps of a CTA write those of the new rows that its own work tiles read, and wait for no other CTA. Others
-// may write the same rows, as all blocks of rows of a kv head read the same keys, and rotate the same queries, as all
-// splits of a q block do. All write the same bits, so that a row holds these from the CTA's own write on, whichever
-// comes first or last.
+// Appends new rows of K and V to their caches, and rotates queries, before the warp groups compute (kAppends). The
+// compute warps of a CTA write the new rows that its own work tiles read, and wait for no other CTA. Other CTAs may
+// write the same rows: blocks of rows of a kv head read the same keys, and splits of a q block rotate the same queries.
+// All write the same bits, so that a row is valid from the CTA's own write on, in whatever order the writes arrive.
 #pragma once
 #include "device/append.cuh"
 #include "device/semaphore.cuh"
 #include "decode/schedule/schedule.cuh"
 
-// Head `head` of the K of a new row, or of its V.
+// Appends a head of K or V of a new row.
 __device__ __forceinline__ void append_key_head(const AppendParams& a, const AppendToken& token, bool of_v, int head,
                                                 int lane) {
   const AppendPlace to = place_of(a, token);
@@ -17,7 +16,7 @@ __device__ __forceinline__ void append_key_head(const AppendParams& a, const App
   else append_head<ElementK::kType>(a, a.k, token, to, head, lane);
 }
 
-// Groups of lanes take a row each.
+// Writes rows by groups of lanes, each of which takes a row at a time.
 class RowWriter {
  public:
   __device__ __forceinline__ explicit RowWriter(const AppendParams& a) : a_(a) {
@@ -45,21 +44,21 @@ class RowWriter {
     row_ -= rows;
   }
 
-  // Writes all new rows, as perhaps no work tile reads some of them: a mask hides them, or no query came with them.
+  // Writes all new rows. Perhaps no work tile reads some of them, as a mask hides them or no query came with them.
   __device__ __forceinline__ void append_unread() const {
-    const int of_warp = 32 >> a_.lanes_log2;  // groups
-    const int steps = (2 * a_.k.heads + of_warp - 1) / of_warp;
+    const int groups = 32 >> a_.lanes_log2;  // of a warp
+    const int steps = (2 * a_.k.heads + groups - 1) / groups;
 #pragma unroll 1
     for (int at = blockIdx.x + gridDim.x * (threadIdx.x / 32); at < a_.tokens.count * steps;
          at += gridDim.x * kComputeWarps) {
       const AppendToken token = token_of(a_.tokens, a_.batch, at / steps);
-      const int head = at % steps * of_warp + threadIdx.x % 32 / (1 << a_.lanes_log2);
+      const int head = at % steps * groups + threadIdx.x % 32 / (1 << a_.lanes_log2);
       if (head < 2 * a_.k.heads) append_key_head(a_, token, head % 2, head / 2, lane_);
     }
   }
 
  private:
-  // A row of a kv head: (query, head of its group).
+  // Rotates a row of a kv head: (query, head of its group).
   __device__ __forceinline__ void rotate_query(const WorkTile& tile, int row) const {
     const int query = row / kGroup;
     const AppendToken token = {true, tile.batch, query, tile.sequence.n.q_start + query};
@@ -71,8 +70,8 @@ class RowWriter {
   int lane_, row_;
 };
 
-// By the compute warps, before any warp loads what is written here. `work_tiles` is at the first one, before and after,
-// if there are `more`.
+// Appends, by the compute warps, before any warp loads what is written here. `work_tiles` stands at the first work
+// tile, if there are `more`, and does so again afterwards.
 __device__ __forceinline__ void append_rows(const DecodeParams& p, WorkTiles& work_tiles, bool more) {
   RowWriter writer(append_of(p));
   if (kUnreadRows) writer.append_unread();

@@ -1,31 +1,31 @@
-// Combines the splits of a q block from their partial results, by rows: in the last CTA at the q block, or in
-// decode/combine.cu.
+// Combines the splits of a q block from their partial results, row by row (split-KV, as in Flash-Decoding): in the last
+// CTA at the q block, or in decode/combine.cu.
 #pragma once
 #include "decode/output.cuh"
 
-// The most splits, and rows of splits, that one CTA combines: more would take it too long.
+// The maximum of splits, and of rows of all splits, that one CTA combines. It would take too long for more.
 enum : int { kMaxSplitsAtOnce = 64, kMaxSplitRows = 512 };
 
-// How many of `count` splits are a group: groups are combined by several CTAs, and then their results.
+// How many of `count` splits are a group. Groups are combined by several CTAs, then the results of the groups by one.
 __device__ __forceinline__ int splits_per_group(int count) { return count <= 24 ? 4 : count <= 80 ? 8 : 16; }
 
-// `count` splits of a q block, `step` apart.
+// `count` splits of a q block: `first`, `first` + `step`, and so on.
 struct SplitRange {
   int first, step, count;
 };
 
-// Combines splits in the order of their keys: as the result where they are the `whole` q block, else in place of the
-// first of them. Each of `warps` warps takes kRows rows and kAtOnce splits at a time, so that all of its loads are on
-// their way together: a lane has the weight of one split of one row, and four columns of all.
+// Combines splits in the order of their keys. Stores O and LSE if they are the `whole` q block, else a partial result
+// in place of the first split. Each of `warps` warps takes kRows rows and kAtOnce splits at a time, so that all of its
+// loads are in flight together. A lane has the weight of one split of one row, and four columns of all rows.
 template <int kRows, int kAtOnce>
 __device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTile& tile, const SplitRange& splits,
                                              bool whole, int warp, int warps) {
-  constexpr int kRow = partial_row_floats(kValueDim);
-  constexpr int kLanes = 32 / kRows;  // of a row
+  constexpr int kRowFloats = partial_row_floats(kValueDim);
+  constexpr int kLanes = 32 / kRows;  // that have the weights of a row
   const TileRows in_tile = rows_of_tile(p, tile);
   const int lane = threadIdx.x % 32;
   const auto row_of_split = [&](int i, int row) {
-    return Schedule::partial_of(p, tile, splits.first + i * splits.step) + row * kRow;
+    return Schedule::partial_of(p, tile, splits.first + i * splits.step) + row * kRowFloats;
   };
 #pragma unroll 1
   for (int row = warp * kRows; row < in_tile.count; row += warps * kRows)
@@ -40,9 +40,9 @@ __device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTi
 #pragma unroll 1
       for (int first = 0; first < splits.count; first += kAtOnce) {
         const int split_of_lane = lane % kLanes < kAtOnce ? first + lane % kLanes : splits.count;
-        float2 of_lane = {infinity(), 0};
+        float2 lane_stats = {infinity(), 0};
         if (split_of_lane < splits.count && row_of_lane < in_tile.count)
-          of_lane = load_global_fresh2(row_of_split(split_of_lane, row_of_lane) + kValueDim);
+          lane_stats = load_global_fresh2(row_of_split(split_of_lane, row_of_lane) + kValueDim);
         float4 y[kRows][kAtOnce];
 #pragma unroll
         for (int i = 0; i < kRows; ++i)
@@ -52,13 +52,13 @@ __device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTi
             if (first + split < splits.count && row + i < in_tile.count && column < kValueDim)
               y[i][split] = load_global_fresh4(row_of_split(first + split, row + i) + column);
           }
-        float next = of_lane.x;
+        float next = lane_stats.x;
 #pragma unroll
         for (int step = 1; step < kLanes; step *= 2) next = fminf(next, __shfl_xor_sync(0xffffffff, next, step));
         next = fminf(next, shift);
         const float before = factor_of(shift, next);
-        const float weight = factor_of(of_lane.x, next);
-        float more = weight * of_lane.y;
+        const float weight = factor_of(lane_stats.x, next);
+        float more = weight * lane_stats.y;
 #pragma unroll
         for (int step = 1; step < kLanes; step *= 2) more += __shfl_xor_sync(0xffffffff, more, step);
         sum = sum * before + more;
@@ -96,20 +96,20 @@ __device__ __forceinline__ void combine_rows(const DecodeParams& p, const WorkTi
 
 __device__ __forceinline__ void combine_splits(const DecodeParams& p, const WorkTile& tile, const SplitRange& splits,
                                                bool whole) {
-  // As many splits as registers hold.
-  constexpr int kOfOneRow = kHeads > 1 ? 8 : kValueDim <= 128 ? 20 : kTree ? 12 : 16;
-  constexpr int kRowsOfTwo = kValueDim <= 128 || !kHasSinks || !kHasLse ? 8 : 4;
-  constexpr int kAtOnce = kHeads > 1 ? 1 : int(kWarpsPerGroup);  // rows
+  // How many splits, and rows, registers have room for.
+  constexpr int kSplitsOfOneRow = kHeads > 1 ? 8 : kValueDim <= 128 ? 20 : kTree ? 12 : 16;
+  constexpr int kRowsOfTwoSplits = kValueDim <= 128 || !kHasSinks || !kHasLse ? 8 : 4;
+  constexpr int kRowsAtOnce = kHeads > 1 ? 1 : int(kWarpsPerGroup);
   const int warp = threadIdx.x / 32;
   if constexpr (!kWarpgroupPath)
-    combine_rows<kAtOnce, kAtOnce == 1 ? kOfOneRow : 8>(p, tile, splits, whole, warp, kComputeWarps);
+    combine_rows<kRowsAtOnce, kRowsAtOnce == 1 ? kSplitsOfOneRow : 8>(p, tile, splits, whole, warp, kComputeWarps);
   else if (splits.count <= 2)
-    combine_rows<kRowsOfTwo, 2>(p, tile, splits, whole, warp, kComputeWarps);
+    combine_rows<kRowsOfTwoSplits, 2>(p, tile, splits, whole, warp, kComputeWarps);
   else
     combine_rows<4, 4>(p, tile, splits, whole, warp, kComputeWarps);
 }
 
-// Whether this CTA is the last of `count` that come here, after all that it has written.
+// Whether this CTA is the last of `count` CTAs that take this ticket. What all of them wrote before is visible to it.
 __device__ __forceinline__ bool is_last(int* ticket, int count) {
   int* const flag = reinterpret_cast<int*>(raw + kLayout.scan);
   sync_compute_warps();
@@ -118,21 +118,21 @@ __device__ __forceinline__ bool is_last(int* ticket, int count) {
   return *flag;
 }
 
-// As take_ticket, of what does not count by ones.
+// Adds to a ticket like take_ticket, but any number. Returns what the ticket was.
 __device__ __forceinline__ u32 add_to_ticket(int* ticket, u32 x) {
   u32 before;
   asm volatile("atom.global.acq_rel.gpu.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(x) : "memory");
   return before;
 }
 
-// The q blocks of more than kFewSplits splits, which CTAs combine together after their last work tile (kCombinesAtEnd):
-// these began first, and until then no loads wait for that. CTAs share the rows of each q block, and wait for nobody:
-// where splits are missing, the CTA that brings the last one combines these rows, too. The ticket of a q block counts
-// the splits that are there, and has a bit for each end part, which is some of the rows, whose CTA came.
+// Combines q blocks of more than kFewSplits splits by all CTAs together, after their last work tile (kCombinesAtEnd),
+// so that no loads of K and V wait for it. The rows of a q block are parts of several CTAs. No CTA waits: if splits are
+// missing when the CTA of a part comes, it sets the part's bit in the ticket of the q block, and the CTA that brings
+// the last split combines the part. The ticket counts the splits that are complete, below its bits.
 template <class S>
 class CombineAtEnd {
  public:
-  // By the warps that compute, after the last work tile of the CTA.
+  // Combines the parts of this CTA. All warps that compute call it after the last work tile.
   static __device__ __forceinline__ void run(const DecodeParams& p) {
 #pragma unroll 1
     for (int at = blockIdx.x; at < S::combined_at_end(p) * kParts; at += gridDim.x) {
@@ -143,7 +143,7 @@ class CombineAtEnd {
     }
   }
 
-  // Ends a split of such a q block.
+  // Ends a split of such a q block: the last one combines the parts whose CTAs have come.
   static __device__ __forceinline__ void end_split(const DecodeParams& p, const WorkTile& tile) {
     const u32 before = arrive(p, tile, 1);
     if (int(before % kPartBit) + 1 < tile.splits) return;
@@ -153,12 +153,12 @@ class CombineAtEnd {
   }
 
  private:
-  enum : int { kParts = kBlockRows / kComputeWarps };  // of the rows of a q block: each warp has one row
-  static constexpr u32 kPartBit = 1 << 16;             // of the first part, in a ticket
+  enum : int { kParts = kBlockRows / kComputeWarps };  // of a q block, with a row for each warp
+  static constexpr u32 kPartBit = 1 << 16;             // the bit of the first part in a ticket
   static_assert(!S::kCombinesAtEnd || kParts <= 16);
 
-  // Adds to the ticket of a q block, after all that the CTA has written: what the ticket was, for all threads. The
-  // last split or end part leaves a zero.
+  // Adds to the ticket of a q block, after all that the CTA has written. Returns what the ticket was to all threads.
+  // The last split or part leaves a zero.
   static __device__ __forceinline__ u32 arrive(const DecodeParams& p, const WorkTile& tile, u32 x) {
     int* const ticket = p.tickets + tile.first_partial;
     u32* const seen = reinterpret_cast<u32*>(raw + kLayout.scan);
@@ -177,8 +177,8 @@ class CombineAtEnd {
   }
 };
 
-// Ends a split of a q block: the CTA that comes last combines all of them; where they are many, first each group of
-// them.
+// Ends a split of a q block. The last CTA combines all splits. Where these are many, the last CTA at each group of
+// splits combines the group first.
 template <class S>
 __device__ __forceinline__ void end_split(const DecodeParams& p, const WorkTile& tile) {
   if constexpr (S::kCombinesAtEnd)

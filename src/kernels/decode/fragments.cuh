@@ -1,32 +1,33 @@
-// Partial results by fragments: warpgroups leave O as their threads hold it, and decode/combine.cu reads it so.
+// Partial results by fragments: warpgroups store O in the order in which their threads hold it, and decode/combine.cu
+// reads it in that order.
 #pragma once
 #include "decode/output.cuh"
 
 // A partial result by fragments (Schedule::kFragments) has all rows of a block: O as the threads hold it, four floats
 // of each thread side by side, then {shift, sum} of each row.
-__device__ __forceinline__ float* fragment_of(float* partial, int warp_of_group, int eight) {
-  return partial + 4 * ((warp_of_group * (kValueDim / 8) + eight) * 32 + int(threadIdx.x % 32));
+__device__ __forceinline__ float* fragment_of(float* partial, int warp_in_group, int eight) {
+  return partial + 4 * ((warp_in_group * (kValueDim / 8) + eight) * 32 + int(threadIdx.x % 32));
 }
 __device__ __forceinline__ float* fragment_stats(float* partial, int row) {
   return partial + kBlockRows * kValueDim + 2 * row;
 }
 
-// Stores the partial result of the one work tile of a CTA. The second warp group, if it had a tile, passes its O to the
-// first one in shared memory, where its keys were.
+// Stores the partial result of the only work tile of a CTA. The second warp group, if it had a tile of keys, passes its
+// O to the first one through shared memory, in place of its own K and V.
 static_assert(!Schedule::kFragments || kWarpGroups == 1 ||
               (kWarpGroups == 2 && kLayout.k_full >= int(kBlockRows) * (kValueDim + 2) * 4));
 __device__ __forceinline__ void store_fragments(const DecodeParams& p, const WorkTile& tile, Rows& rows,
                                             float (&O)[kValueDim / 2]) {
   const int warp_group = threadIdx.x / kWarpGroupThreads;
-  const int warp_of_group = threadIdx.x / 32 % kWarpsPerGroup;
-  const int row = warp_of_group * kWarpRows + int(thread_row());
+  const int warp_in_group = threadIdx.x / 32 % kWarpsPerGroup;
+  const int row = warp_in_group * kWarpRows + int(thread_row());
   if (kWarpGroups > 1 && tile.begin + 1 < tile.end) {
     float* const second = reinterpret_cast<float*>(raw + kLayout.group_bytes);
     if (warp_group == 1) {
       sync_warp_group(1);
 #pragma unroll
       for (int i = 0; i < kValueDim / 8; ++i)
-        *reinterpret_cast<float4*>(fragment_of(second, warp_of_group, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
+        *reinterpret_cast<float4*>(fragment_of(second, warp_in_group, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
                                                                            O[4 * i + 3]};
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -38,16 +39,16 @@ __device__ __forceinline__ void store_fragments(const DecodeParams& p, const Wor
       float mine[2], others[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float2 of_other = *reinterpret_cast<const float2*>(fragment_stats(second, row + 8 * i));
-        const float shift = fminf(rows.shift[i], of_other.x);
+        const float2 other_stats = *reinterpret_cast<const float2*>(fragment_stats(second, row + 8 * i));
+        const float shift = fminf(rows.shift[i], other_stats.x);
         mine[i] = factor_of(rows.shift[i], shift);
-        others[i] = factor_of(of_other.x, shift);
+        others[i] = factor_of(other_stats.x, shift);
         rows.shift[i] = shift;
-        rows.sum[i] = mine[i] * rows.sum[i] + others[i] * of_other.y;
+        rows.sum[i] = mine[i] * rows.sum[i] + others[i] * other_stats.y;
       }
 #pragma unroll
       for (int i = 0; i < kValueDim / 8; ++i) {
-        const float4 x = *reinterpret_cast<const float4*>(fragment_of(second, warp_of_group, i));
+        const float4 x = *reinterpret_cast<const float4*>(fragment_of(second, warp_in_group, i));
         O[4 * i] = mine[0] * O[4 * i] + others[0] * x.x;
         O[4 * i + 1] = mine[0] * O[4 * i + 1] + others[0] * x.y;
         O[4 * i + 2] = mine[1] * O[4 * i + 2] + others[1] * x.z;
@@ -55,11 +56,11 @@ __device__ __forceinline__ void store_fragments(const DecodeParams& p, const Wor
       }
     }
   }
-  if (warp_group != 0 || warp_of_group * kWarpRows >= rows_of_tile(p, tile).count) return;
+  if (warp_group != 0 || warp_in_group * kWarpRows >= rows_of_tile(p, tile).count) return;
   float* const partial = Schedule::partial_of(p, tile, tile.split);
 #pragma unroll
   for (int i = 0; i < kValueDim / 8; ++i)
-    *reinterpret_cast<float4*>(fragment_of(partial, warp_of_group, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
+    *reinterpret_cast<float4*>(fragment_of(partial, warp_in_group, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
                                                                       O[4 * i + 3]};
 #pragma unroll
   for (int i = 0; i < 2; ++i)
@@ -77,13 +78,13 @@ __device__ __forceinline__ void store_pair(const DecodeParams& p, ElementO::Memo
   if (column + 1 < p.dv) row[column + 1] = static_cast<ElementO::Memory>(pair >> 16);
 }
 
-// Combines `count` such splits of a q block in the order of their keys, as the result. A warp takes what the warps
-// `warp_of_group` of the CTAs left of kCombineEights times eight columns, the first of them `first_eight`.
+// Combines `count` splits of a q block, in the order of their keys, to O and LSE. A warp combines kCombineEights times
+// eight columns, from block `first_eight` of eight on, of the rows that warp `warp_in_group` of each CTA stored.
 __device__ __forceinline__ void combine_fragments(const DecodeParams& p, const WorkTile& tile, int count,
-                                                  int warp_of_group, int first_eight) {
-  constexpr int kAtOnce = 16 / kCombineEights;  // splits whose loads are on their way together
+                                                  int warp_in_group, int first_eight) {
+  constexpr int kAtOnce = 16 / kCombineEights;  // splits whose loads are in flight together
   const auto exists = [&](int i) { return kValueDim / 8 % kCombineEights == 0 || first_eight + i < kValueDim / 8; };
-  const int row = warp_of_group * kWarpRows + int(thread_row());
+  const int row = warp_in_group * kWarpRows + int(thread_row());
   float x[kCombineEights][4];
 #pragma unroll
   for (int i = 0; i < kCombineEights; ++i) x[i][0] = x[i][1] = x[i][2] = x[i][3] = 0;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void combine_fragments(const DecodeParams& p, const W
       float* const partial = Schedule::partial_of(p, tile, first + split);
 #pragma unroll
       for (int i = 0; i < kCombineEights; ++i)
-        if (exists(i)) y[split][i] = load_global_fresh4(fragment_of(partial, warp_of_group, first_eight + i));
+        if (exists(i)) y[split][i] = load_global_fresh4(fragment_of(partial, warp_in_group, first_eight + i));
       stats[0][split] = load_global_fresh2(fragment_stats(partial, row));
       stats[1][split] = load_global_fresh2(fragment_stats(partial, row + 8));
     }

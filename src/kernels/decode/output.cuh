@@ -1,11 +1,11 @@
-// The end of a work tile: what its warp groups have is combined, and stored as O and LSE or as a partial result.
+// The end of a work tile: combines the results of its warp groups, and stores O and LSE, or a partial result.
 #pragma once
 #include "kernel_config.h"  // before host_device/expression.h, which looks for FULGUR_EXPRESSIONS
 #include "attention/sinks.cuh"
 #include "attention/softmax.cuh"
 #include "decode/schedule/schedule.cuh"
 
-// Stores four columns of a row of O; `scale` is one over the sum.
+// Stores four columns of a row of O. `scale` is one over the sum of the row.
 __device__ __forceinline__ void store_columns(const DecodeParams& p, ElementO::Memory* row, int column,
                                               const float4& x, float scale) {
   const u32 low = ElementO::pack(x.x * scale, x.y * scale);
@@ -39,12 +39,12 @@ __device__ __forceinline__ void add_scaled(float4& sum, const float4& x, float f
   sum.w += factor * x.w;
 }
 
-// The shift and the sum of a row of a partial result, after its O.
+// Stores the shift and the sum of a row of a partial result, after its O.
 __device__ __forceinline__ void store_stats(float* row, float shift, float sum) {
   *reinterpret_cast<float2*>(row + kValueDim) = {shift, sum};
 }
 
-// What a sum and O relative to `shift` are multiplied with to be relative to `new_shift`.
+// The factor that makes a sum and O relative to `new_shift` of those relative to `shift`.
 __device__ __forceinline__ float factor_of(float shift, float new_shift) {
   return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
 }
@@ -81,7 +81,8 @@ __device__ __forceinline__ void store_warp_group(const DecodeParams& p, const Wo
 
 enum : int { kExchangeColumns = exchange_columns(kTile), kExchangeStride = exchange_stride(kTile) };
 
-// O and the statistics of rows as a warp has them. They go to their rows, the first one of the warp is `first_row`.
+// The result of a warp for combine_warp_groups: O and the statistics of its rows. `first_row` is the warp's first row
+// in what the warp groups exchange.
 struct WarpResult {
   const Rows& rows;
   const float (&O)[kValueDim / 2];
@@ -95,7 +96,7 @@ struct WarpResult {
     for (int i = 0; i < 2; ++i)
       if (has_row(i)) stats[first_row + thread_row() + 8 * i] = {rows.shift[i], rows.sum[i]};
   }
-  // kExchangeColumns columns from `first` on, which is a constant.
+  // Puts kExchangeColumns columns, from the constant `first` on.
   __device__ __forceinline__ void put_columns(float* columns, int first_row, int first) const {
 #pragma unroll
     for (int i = 0; i < kExchangeColumns / 2 && first / 2 + i < kValueDim / 2; i += 2) {
@@ -107,15 +108,16 @@ struct WarpResult {
   }
 };
 
-// Combines what the warp groups have of a work tile, in the order of the warp groups: O, or a partial result.
+// Combines the results of the warp groups through shared memory, in the order of the warp groups, and stores O or a
+// partial result.
 template <class Result>
 __device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const WorkTile& tile,
                                                     const Result& result) {
   const TileRows in_tile = rows_of_tile(p, tile);
   const bool whole = tile.splits == 1;
-  // With kHeads the result knows which rows its warp has.
-  const int of_warp = kHeads > 1 ? 0 : threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
-  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + of_warp;
+  // With kHeads the result itself adds the first row of its warp.
+  const int warp_row_offset = kHeads > 1 ? 0 : threadIdx.x / 32 % kWarpsPerGroup * kWarpRows;
+  const int first_row = threadIdx.x / 32 / kWarpsPerGroup * kTileRows + warp_row_offset;
   float* const partial = whole ? nullptr : Schedule::partial_of(p, tile, tile.split);
   float2* const stats = reinterpret_cast<float2*>(raw + kLayout.stats);
   float2* const totals = reinterpret_cast<float2*>(raw + kLayout.totals);
@@ -130,9 +132,9 @@ __device__ __forceinline__ void combine_warp_groups(const DecodeParams& p, const
       shift = fminf(shift, stats[warp_group * kTileRows + row].x);
 #pragma unroll
     for (int warp_group = 0; warp_group < kWarpGroups; ++warp_group) {
-      float2& of_group = stats[warp_group * kTileRows + row];
-      of_group.x = factor_of(of_group.x, shift);
-      sum += of_group.x * of_group.y;
+      float2& group_stats = stats[warp_group * kTileRows + row];
+      group_stats.x = factor_of(group_stats.x, shift);
+      sum += group_stats.x * group_stats.y;
     }
     totals[row] = {shift, sum};
     if (whole)

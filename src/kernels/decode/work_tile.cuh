@@ -1,4 +1,4 @@
-// What a CTA computes at a time: some keys of a q block.
+// Work tiles: a work tile is a q block with some of its keys, which a CTA computes at a time.
 #pragma once
 #include "attention/fragment_store.cuh"
 #include "decode/q_blocks.cuh"
@@ -15,11 +15,11 @@ __device__ __forceinline__ QBlockKeys q_block_keys(const DecodeParams& p, const 
 }
 
 struct WorkTile {
-  int batch, head, block;  // of the q block: its sequence, its kv head, its block of rows
+  int batch, head, block;  // the q block: its sequence, its kv head, its block of rows
   DecodeSequence sequence;
-  int begin, end;     // the tiles of kBlockKeys keys
-  int split, splits;  // which split of the q block it is, of how many
-  int first_partial;  // the number of the q block's first partial result, which is that of its ticket, too
+  int begin, end;     // its tiles of kBlockKeys keys
+  int split, splits;  // which split of the q block it is, and how many there are
+  int first_partial;  // the number of the q block's first partial result, and of its ticket
 
   __device__ __forceinline__ bool has_keys() const { return begin < end; }
 
@@ -39,7 +39,7 @@ struct WorkTile {
   }
 };
 
-// Rows of a work tile: of a kv head, (query, head of its group).
+// The rows of a work tile, among those of its kv head: (query, head of the group).
 struct TileRows {
   int first, count;
 };
@@ -49,7 +49,8 @@ __device__ __forceinline__ TileRows rows_of_tile(const DecodeParams& p, const Wo
   return {first, min(tile.sequence.n.sq * kGroup - first, int(kBlockRows))};
 }
 
-// Which row of a block is the `at`-th of those of its warps, kRowsOfWarp each.
+// The row of a block that is number `at` in the order of its warps, which have kRowsOfWarp each. With kHeads a warp has
+// the rows of one head, while rows of the block are (query, head).
 __device__ __forceinline__ int row_of_warps(int at) {
   if (kHeads == 1) return at;
   const int row = at % kRowsOfWarp;
@@ -62,12 +63,12 @@ __device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams
   return row_of<Type>(t, tile.batch, tile.sequence.n.q_start + row / kGroup, tile.head * kGroup + row % kGroup);
 }
 
-// The ids of its sequence's pages.
+// The page ids of the sequence of a work tile.
 __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const WorkTile& tile) {
   return p.pages.table + (kPageLists ? tile.sequence.entry * p.pages.id_stride : tile.batch * p.pages.table_stride);
 }
 
-// The i-th of them. Their stride fits an int, as the host checks: a product of 64 bits takes too many registers.
+// The i-th page id. Their stride fits an int, as the host checks: a product of 64 bits would take too many registers.
 __device__ __forceinline__ int page_id(const DecodeParams& p, const int* ids, int i) {
   return ids[i * static_cast<long long>(int(p.pages.id_stride))];
 }

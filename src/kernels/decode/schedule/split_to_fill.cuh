@@ -1,8 +1,8 @@
-// Few q blocks, split into about as many equal splits as there are CTAs, by the lengths that the call has when it runs.
-// A CTA has one split at most, which every warp finds for itself: each lane knows `lane_sequences` sequences, as few q
-// blocks are those of few sequences. Warpgroups leave their splits to decode/combine.cu, which combines them on
-// all SMs: one CTA that combines 16 splits of 64 rows takes 14 000 cycles. The warp path has a few rows, which the last
-// CTA at a q block combines sooner than another kernel starts.
+// Split-KV for few q blocks: these are split into about as many equal splits as there are CTAs, by the lengths that the
+// call has when it runs. A CTA has at most one split, which every warp finds for itself: each lane computes the splits
+// of `lane_sequences` sequences. On the warpgroup path decode/combine.cu combines the splits on all SMs, as one CTA
+// would take 14 000 cycles for 16 splits of 64 rows. The warp path has few rows, which the last CTA at a q block
+// combines before another kernel could start.
 #pragma once
 #include "decode/schedule/static.cuh"
 
@@ -34,7 +34,7 @@ class SplitToFill : public StaticSchedule {
   }
   __device__ __forceinline__ bool next(const DecodeParams&, WorkTile&, bool = false) { return false; }
 
-  // Splits have numbers, those of all heads side by side: which one a CTA has is a product, no division.
+  // Splits are numbered by the split first and the head second. A CTA so finds its split by a product, not a division.
   static __device__ __forceinline__ int slot_of(const DecodeParams& p, const WorkTile& tile, int split) {
     return tile.first_partial + split * p.hk;
   }
@@ -42,7 +42,7 @@ class SplitToFill : public StaticSchedule {
     return p.partial + slot_of(p, tile, split) * (long long)(p.split_floats);
   }
 
-  // For decode/combine.cu: completes the q block of tile.batch and tile.head, and returns how many splits it has.
+  // For decode/combine.cu: completes the q block of tile.batch and tile.head, and returns its number of splits.
   static __device__ __forceinline__ int find_splits(const DecodeParams& p, WorkTile& tile) {
     const QBlock q_block = q_block_of(q_blocks_of_lane(p), tile.batch);
     tile.sequence = q_block.sequence;
@@ -55,15 +55,15 @@ class SplitToFill : public StaticSchedule {
   struct QBlock {
     DecodeSequence sequence;
     Splits splits;  // none where the sequence has no queries
-    int first;      // the number of the first split: the first ones of all heads, then the second ones
+    int first;      // the number of the first split of the first head
   };
 
-  // Those of a lane: of the sequence of its number, and where lane_sequences is 2, of the one 32 further on.
+  // The q blocks of a lane: those of the sequence with its number, and if lane_sequences is 2, of the one 32 after it.
   struct QBlocks {
     QBlock of[lane_sequences];
   };
 
-  // How many lanes have sequences: where a loop over powers of two ends.
+  // How many lanes may have sequences.
   static __device__ __forceinline__ int lanes(const DecodeParams& p) { return lane_sequences == 1 ? p.batch : 32; }
 
   // The sum of `x` over the lanes that have sequences.
@@ -73,9 +73,9 @@ class SplitToFill : public StaticSchedule {
     return uniform(x);
   }
 
-  // The least chunks of a split of a q block of `chunks`. decode/combine.cu combines up to kMaxSplits; with 128
-  // rows, whose partial results take longer than a second chunk, a split has two chunks where that makes eight splits
-  // or more.
+  // The minimum of chunks in a split of a q block that has `chunks`. decode/combine.cu combines up to kMaxSplits. With
+  // 128 rows a partial result takes longer than a second chunk, so that a split has two chunks if that makes eight
+  // splits or more.
   static __device__ __forceinline__ int min_split(int chunks) {
     if (!kCombineKernel) return 1;
     return max_of((chunks + kMaxSplits - 1) / kMaxSplits, kBlockRows == 128 && chunks > 16 ? 2 : 1);
@@ -125,9 +125,9 @@ class SplitToFill : public StaticSchedule {
     return q_blocks;
   }
 
-  // What the lane of a sequence knows, for all lanes.
+  // Broadcasts the q blocks of a sequence from its lane.
   static __device__ __forceinline__ QBlock q_block_of(const QBlocks& q_blocks, int batch) {
-    QBlock q_block = q_blocks.of[0];  // an index that is no constant would have q blocks in memory
+    QBlock q_block = q_blocks.of[0];  // a variable index would put q blocks into memory
     if (lane_sequences > 1 && batch >= 32) q_block = q_blocks.of[lane_sequences - 1];
     const auto get = [&](int x) { return __shfl_sync(0xffffffff, x, batch % 32); };
     const DecodeSequence& s = q_block.sequence;

@@ -1,4 +1,4 @@
-// What schedules have in common that know the work tiles of a CTA in advance.
+// The base of schedules by which a CTA knows its work tiles in advance.
 #pragma once
 #include "decode/work_tile.cuh"
 

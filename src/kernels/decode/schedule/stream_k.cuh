@@ -1,10 +1,10 @@
-// Schedules by slices: the q blocks of a call are laid end to end, and each CTA takes an equal slice
-// (host_device/stream_k.h). Every CTA finds its slice by a prefix sum over the sequences, so that no kernel before this
-// one and no length on the host is needed.
+// Stream-K: the q blocks of a call are laid end to end, and each CTA takes an equal slice (host_device/stream_k.h).
+// Every CTA finds its slice by a prefix sum over the sequences, so that no other kernel has to run before, and the host
+// needs no lengths.
 #pragma once
 #include "decode/schedule/static.cuh"
 
-// The chunks that the q blocks of a kv head take of slices.
+// The length of the q blocks of a kv head in slices, in chunks.
 __device__ __forceinline__ int head_chunks(const DecodeParams& p, const Lengths& n) {
   const int blocks = q_blocks_of(n);
   int chunks = kTileOverhead * blocks;
@@ -17,15 +17,15 @@ __device__ __forceinline__ int sequence_chunks(const DecodeParams& p, int batch)
   return p.hk * head_chunks(p, sequence_of(p, batch).n);
 }
 
-// The chunks of sequences: each thread has those from `first` to `last`.
+// A prefix sum of the chunks of sequences. A thread has the sequences from `first` to before `last`.
 struct SequenceScan {
   int first, last;
-  int before, mine;  // chunks of all sequences before them; of these
+  int before, mine;  // chunks of all sequences before those of the thread, and of these
   int all;           // chunks of all sequences
-  int longest;       // chunks of the longest one
+  int longest;       // chunks of the longest sequence
 };
 
-// By all threads of the CTA, which have to meet at a barrier before the next scan.
+// Computes it, by all threads of the CTA. They have to meet at a barrier before the next scan.
 template <bool finds_longest>
 __device__ __forceinline__ SequenceScan scan_sequences(const DecodeParams& p) {
   int* const sums = reinterpret_cast<int*>(raw + kLayout.scan);  // of warps
@@ -68,14 +68,14 @@ class SliceWalk : public StaticSchedule {
   struct Slice {
     Slices all;
     int begin, end;
-    int batch, at;     // the sequence in which it begins, and where that stands
-    int round_robin;   // StreamKOrRoundRobin: the CTA has no slice
+    int batch, at;     // the sequence in which it begins, and where that sequence begins
+    int round_robin;   // StreamKOrRoundRobin: 1: the CTA takes whole q blocks and has no slice
   };
   static_assert(sizeof(Slice) <= 64);  // decode_layout
 
   static __device__ __forceinline__ Slice& slice() { return *reinterpret_cast<Slice*>(raw + kLayout.schedule); }
 
-  // By all threads of the CTA: its slice; false where there is none.
+  // Finds the slice of the CTA, by all of its threads; false: it has none.
   __device__ __forceinline__ bool find_slice(const DecodeParams& p, const SequenceScan& scan, WorkTile& tile) {
     const Slices all = slices_of(scan.all, gridDim.x);
     if (int(blockIdx.x) >= all.count) return false;
@@ -118,11 +118,11 @@ class SliceWalk : public StaticSchedule {
     return true;
   }
 
-  int at_;      // where the q block stands
-  int chunks_;  // how long it is
+  int at_;      // where the q block begins, in chunks of all q blocks
+  int chunks_;  // its length
 
  private:
-  // Goes to the head in which the slice begins, or to the first.
+  // Goes to the head in which the slice begins, or to the first head of a sequence that begins in the slice.
   __device__ __forceinline__ void begin_sequence(const DecodeParams& p, WorkTile& tile) {
     tile.sequence = sequence_of(p, tile.batch);
     blocks_ = q_blocks_of(tile.sequence.n);
@@ -136,7 +136,7 @@ class SliceWalk : public StaticSchedule {
   int blocks_;  // q blocks of a head of the sequence
 };
 
-// Stream-K: a work tile is what a slice has of a q block. The last CTA at a q block combines its splits.
+// Stream-K: a work tile is the part of a q block that is in the slice. The last CTA at a q block combines its splits.
 class StreamK : public SliceWalk {
  public:
   __device__ __forceinline__ bool first(const DecodeParams& p, WorkTile& tile) {
@@ -148,7 +148,7 @@ class StreamK : public SliceWalk {
     return false;
   }
 
-  // A CTA has at most two partial results: of the q block in which its slice begins, and of the one in which it ends.
+  // A CTA has at most two partial results: of the q block in which its slice begins, and of that in which it ends.
   static __device__ __forceinline__ int slot_of(const DecodeParams&, const WorkTile& tile, int split) {
     return 2 * (tile.first_partial + split) + (split == 0);
   }
@@ -157,7 +157,7 @@ class StreamK : public SliceWalk {
   }
 
  private:
-  // Takes what the slice has of the q block, if it has something.
+  // Takes the part of the q block that is in the slice, if there is one.
   __device__ __forceinline__ bool take_slice(const DecodeParams& p, WorkTile& tile) const {
     const QBlockKeys q_block = q_block_keys(p, tile.sequence.n, tile.block);
     const ChunkRange mine = chunks_in_slice(at_, q_block.chunks.count, slice().begin, slice().end);
@@ -175,9 +175,9 @@ class StreamK : public SliceWalk {
   }
 };
 
-// Whole q blocks where the lengths make that as even as slices, else stream-K: CTA i takes the q blocks i, i + grid,
-// and so on. Nothing is combined, and all CTAs read the same sequences at the same time. Each sequence has one block of
-// rows at most.
+// Round robin of whole q blocks where the lengths make that as even as slices, else stream-K: CTA i takes the q blocks
+// i, i + grid, and so on. Nothing is combined, and all CTAs read the same sequences at the same time. Each sequence has
+// at most one block of rows.
 class StreamKOrRoundRobin : public StreamK {
  public:
   __device__ __forceinline__ bool first(const DecodeParams& p, WorkTile& tile) {
@@ -209,8 +209,8 @@ class StreamKOrRoundRobin : public StreamK {
   }
 };
 
-// Batch-invariant: the keys of a q block alone say where it is split, so that its bits depend on nothing else. Slices
-// move whole splits between CTAs. decode/combine.cu combines them.
+// Batch-invariant split-KV: the keys of a q block alone decide where it is split, so that its bits depend on nothing
+// else. CTAs take whole splits, each in the slice in which it begins. decode/combine.cu combines them.
 class InvariantSplits : public SliceWalk {
  public:
   enum : int { kCombineKernel = 1 };
@@ -234,7 +234,7 @@ class InvariantSplits : public SliceWalk {
     return p.partial + (first + split) * p.split_floats;
   }
 
-  // For decode/combine.cu: completes the q block of tile.batch and tile.head, and returns how many splits it has.
+  // For decode/combine.cu: completes the q block of tile.batch and tile.head, and returns its number of splits.
   static __device__ __forceinline__ int find_splits(const DecodeParams& p, WorkTile& tile) {
     tile.sequence = sequence_of(p, tile.batch);
     const Lengths& n = tile.sequence.n;
@@ -242,12 +242,12 @@ class InvariantSplits : public SliceWalk {
   }
 
  private:
-  // Where a sequence has more than one block of rows there are q blocks enough without splits.
+  // A sequence with several blocks of rows has enough q blocks without splits.
   static __device__ __forceinline__ Splits splits_of(const Lengths& n, const Chunks& q_block) {
     return q_blocks_of(n) > 1 ? Splits{1, q_block.count} : invariant_splits(q_block.count);
   }
 
-  // False where the slice has no such split of the q block.
+  // Takes a split of the q block; false: the slice does not have it.
   __device__ __forceinline__ bool take_split(const DecodeParams& p, WorkTile& tile, int split) const {
     const QBlockKeys q_block = q_block_keys(p, tile.sequence.n, tile.block);
     const Splits splits = splits_of(tile.sequence.n, q_block.chunks);
