@@ -4,14 +4,13 @@
 
 namespace fulgur::cuda::decode {
 
-/// Cycles of an SM that a plan takes for a problem whose sequences all have sk keys, without what
-/// any launch takes: until its CTAs know their work, the time in which memory, or the SM with the
-/// most keys, reads them, what lies between work tiles, and the time in which splits are left and
-/// combined.
+/// Cycles that a plan takes for a problem whose sequences all have sk keys, without those of any
+/// launch: until its CTAs know their work tiles, until memory, or the SM with the most keys, has
+/// read K and V, between work tiles, and for partial results to be stored and combined.
 double decode_cycles(const DecodePlan& plan, const Problem& problem);
 
-/// The same as far as lengths are known before a call runs: where they may differ, the mean of what
-/// equal, evenly drawn and one long length take.
+/// The same for lengths that are not known before a call runs: the weighted mean for equal lengths,
+/// lengths spread evenly, and one long sequence among short ones.
 double expected_decode_cycles(const DecodePlan& plan, const Problem& problem);
 
 /// Whether reading K and V takes longer than the products with them.
