@@ -28,6 +28,7 @@
 #include "cuda/common/tensor_shape.h"
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/family.h"
+#include "cuda/decode/rejects.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/mma_rate.h"

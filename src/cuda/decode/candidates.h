@@ -8,12 +8,12 @@
 
 namespace fulgur::cuda::decode {
 
-/// Every plan that computes a problem that is not rejected, with its cost: each tile that reads a
+/// The plans that compute a problem that is not rejected, with their costs: each tile that reads a
 /// key once for all rows of a kv head, with each schedule that it can have. An invariant call has
-/// one, which depends on nothing but what each sequence has.
+/// one plan, which depends only on what each sequence has.
 std::vector<DecodePlan> decode_plans(const Problem& problem, const Card& card);
 
-/// The plan that costs least.
+/// The plan with the least expected cycles.
 Fitting<DecodePlan> decode_candidate(const Problem& problem, const Card& card);
 
 /// The plans with every kernel that decode_candidate can take for calls like `problem` with any

@@ -19,15 +19,16 @@ const char* source_of(const DecodePlan& plan) {
 
 KernelUse decode_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
-  key.combine_eights = 1;  // combine.cu's alone
+  key.combine_eights = 1;  // only combine.cu reads it
   return {{source_of(plan), kernel_config(key)},
           "fulgur_decode",
           plan.shared_bytes,
           plan.heads > 1 ? kFewSpilledBytesOfHeads : kFewSpilledBytes};
 }
 
-/// It reads neither q, k nor v, no scores, and of new rows only how many there are. Of tiles of
-/// keys it knows the chunks alone.
+/// The combine kernel reads neither q, k, v nor scores, and of new rows only their number. It
+/// counts keys in chunks, not in tiles. Its constants do not depend on the rest of the plan, so
+/// that plans share it.
 KernelUse combine_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.head_dim = key.value_dim;
@@ -48,12 +49,13 @@ CodeScales scales_of(const Scales& at) {
           bytes * at.batch, bytes * at.row,       bytes * at.head, bytes * at.group};
 }
 
-/// `count`: the scales of a key that a lane copies, of all `heads` that are read together.
+/// Sets the data of scales. A lane copies `count` scales of a key at once. `heads` are read
+/// together.
 void set_data(const ConstTensor& t, int count, int heads, CodeScales* scales) {
   scales->data = t.data;
   const int bytes = kernels::bytes_of(scales->type), piece = scale_piece(count * bytes);
   const auto at = reinterpret_cast<intptr_t>(t.data);
-  if (heads > 1) {  // they lie side by side, in multiples of 16 bytes
+  if (heads > 1) {  // the scales of all heads are copied by 16 bytes
     scales->runs = (at | scales->batch | scales->row | heads * scales->head) % 16 == 0;
     return;
   }

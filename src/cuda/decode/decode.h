@@ -8,16 +8,16 @@
 
 namespace fulgur::cuda::decode {
 
-/// What a plan launches: the decode kernel first, then those with it.
+/// The kernels that a plan launches, the decode kernel first.
 std::vector<KernelUse> decode_kernels(const DecodePlan& plan);
 
-/// The host's half of the kernels of decode/: a plan with its compiled kernels on a device.
+/// A plan of the decode kernels with its compiled kernels on a device.
 class DecodeExecutable final : public ForwardPassExecutable {
  public:
   DecodeExecutable(const Problem& problem, Gpu& gpu, const DecodePlan& plan,
                    Explanation explanation);
 
-  /// Besides, it brings a call to append to its kernel.
+  /// Also runs calls that append new rows, if the plan appends.
   void run(const Call& call, const Run& run) const override;
 
  private:
@@ -30,7 +30,7 @@ class DecodeExecutable final : public ForwardPassExecutable {
   DecodePlan plan_;
   DecodeWorkspace at_;
   CUfunction kernel_ = nullptr, combine_kernel_ = nullptr;
-  DecodeParams params_{};  ///< what every run has in common
+  DecodeParams params_{};  ///< the arguments that are the same in every run
 };
 
 }  // namespace fulgur::cuda::decode

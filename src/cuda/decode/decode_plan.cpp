@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <limits>
-#include <tuple>
 #include <utility>
 
 #include "base/formats.h"
@@ -20,9 +18,9 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-constexpr int64_t kLaneBytes = 16;  // that a lane copies at once
-/// Rows that a group of lanes of a CTA may write one after the other before it attends:
-/// each waits for memory about a third of a microsecond, and a launch takes 2.5 to 4.
+constexpr int64_t kLaneBytes = 16;  ///< that a lane copies at once
+/// Rows that a group of lanes may write one after another before its CTA attends: each one waits
+/// for memory about a third of a microsecond, and a launch takes 2.5 to 4.
 constexpr int64_t kMaxAppendRounds = 8;
 
 int64_t lane_elements(DType dtype) { return kLaneBytes * block_of(dtype) / size_of(dtype); }
@@ -30,70 +28,14 @@ int64_t lane_elements(DType dtype) { return kLaneBytes * block_of(dtype) / size_
 /// Whether rows are blocks of codes with their scales.
 bool has_blocks(DType dtype) { return is_low_bit(dtype) && format_of(dtype)->scaled; }
 
-/// Why a q of codes is not computed; empty when it is, or q has none.
-std::string coded_queries_rejected(const Problem& p) {
-  if (!is_low_bit(p.dtypes.q)) return {};
-  if (p.q_descale.groups > 1) {
-    return fmt::format("computes q with a descale a row, not one for each of {} groups of columns",
-                       p.q_descale.groups);
-  }
-  // Where its rows fill the products of codes the forward kernel is faster, and with `invariant`
-  // the same kernel computes any number of rows.
-  const bool others_take =
-      products_of_codes_rejected(p).empty() && !has_cache(p) && !p.has(Arg::kTreeMask);
-  if (others_take && (p.invariant || rows_of_kv_head(p) > kFewRows)) {
-    return fmt::format(
-        "computes contiguous keys for q of {} up to {} rows of a kv head and without `invariant`",
-        name_of(p.dtypes.q), kFewRows);
-  }
-  return {};
-}
-
-/// Why q, k and v of these dtypes are not computed; empty when they are.
-std::string operands_rejected(const Problem& p) {
-  const OperandTypes& types = p.dtypes;
-  if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
-  if (!is_low_bit(types.q) && types.q != DType::kBF16 && types.q != DType::kF16) {
-    return "computes q of bf16, f16, e4m3 and e5m2";
-  }
-  for (const auto& [name, dtype, scales, dim] :
-       {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
-    if (!is_low_bit(dtype)) {
-      if (dtype == types.q) continue;
-      return fmt::format("computes k and v of codes or of the dtype of q, got {} of {}", name,
-                         name_of(dtype));
-    }
-    const int chunk = kernels::chunk_columns(element_of(dtype));
-    if (scales.groups > 1 && dim / scales.groups % chunk != 0) {
-      return fmt::format("computes groups of multiples of {} columns of {}, got {} of {}", chunk,
-                         name_of(dtype), dim / scales.groups, name);
-    }
-  }
-  return {};
-}
-
-/// Why lanes cannot copy 16 bytes of each row at once; empty when they can.
-std::string not_whole(const Layout& strides, DType dtype) {
-  if (has_blocks(dtype) && strides.aligned) return {};  // such rows begin anywhere
-  for (const auto& [name, stride] :
-       {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
-        std::pair{"heads", strides.head}}) {
-    if (stride % lane_elements(dtype) != 0) {
-      return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
-                         name, lane_elements(dtype));
-    }
-  }
-  return strides.aligned ? "" : "has data at no multiple of 16 bytes";
-}
-
-/// For how many splits there is room in the workspace.
+/// How many partial results the workspace has room for.
 int64_t room_for_splits(const Problem& p, const DecodePlan& plan) {
   if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
   return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) *
          (p.hk / plan.heads);
 }
 
-/// The schedule of `q_blocks`, in words.
+/// How `q_blocks` are scheduled, in words.
 std::string how_q_blocks_are_scheduled(const DecodePlan& plan, int64_t q_blocks) {
   switch (plan.schedule) {
     case DecodeSchedule::kSplitToFill:
@@ -122,7 +64,7 @@ std::string how_q_blocks_are_scheduled(const DecodePlan& plan, int64_t q_blocks)
           : "");
 }
 
-/// The schedule, as `details` names it.
+/// The name of a schedule in the details of an explanation.
 const char* name_of(DecodeSchedule schedule) {
   switch (schedule) {
     case DecodeSchedule::kSplitToFill:
@@ -139,6 +81,19 @@ const char* name_of(DecodeSchedule schedule) {
 }
 
 }  // namespace
+
+std::string not_whole(const Layout& strides, DType dtype) {
+  if (has_blocks(dtype) && strides.aligned) return {};  // such rows begin anywhere
+  for (const auto& [name, stride] :
+       {std::pair{"batch", strides.batch}, std::pair{"seqlen", strides.row},
+        std::pair{"heads", strides.head}}) {
+    if (stride % lane_elements(dtype) != 0) {
+      return fmt::format("has a stride of {} elements between {}, want a multiple of {}", stride,
+                         name, lane_elements(dtype));
+    }
+  }
+  return strides.aligned ? "" : "has data at no multiple of 16 bytes";
+}
 
 int64_t rows_of_kv_head(const Problem& p) {
   return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
@@ -213,8 +168,8 @@ std::array<TensorShape, 2> box_shapes(const Problem& p, const DecodePlan& plan, 
                              int dim, int piece) {
     if (!why_copied.empty()) shape = copied(shape);
     if (plan.heads > 1) {
-      // Words of 8 bytes, lest a row have more than a box may; what it has more than the heads is
-      // 0.
+      // Elements are words of 8 bytes, as a box has at most 256 elements in a row. TMA fills what
+      // the box has after the heads with zeros.
       const int64_t bytes = plan.heads * kernels::code_row_bytes(element_of(stored), dim);
       shape.dtype = DType::kI64;
       const int64_t word = size_of(shape.dtype);
@@ -228,7 +183,8 @@ std::array<TensorShape, 2> box_shapes(const Problem& p, const DecodePlan& plan, 
       return shape;
     }
     if (has_blocks(stored)) {
-      // Pairs of bytes; of all heads, where rows of some begin at no multiples of 16 bytes.
+      // Elements are pairs of bytes. Where rows of some heads begin at no multiples of 16 bytes, a
+      // row of the map has all heads.
       shape.dtype = DType::kF16;
       if (piece == kernels::kMiddle) {
         shape.dim += (shape.heads - 1) * shape.strides.head;
@@ -263,7 +219,7 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   plan.value_dim = in_chunks(plan.value_dim, p.dtypes.v);
   plan.k_zero_point = p.has(Arg::kKZeroPoint);
   plan.v_zero_point = p.has(Arg::kVZeroPoint);
-  // Those of sequences and kv heads are read once a work tile, unless there are zero points.
+  // Scales of a whole sequence and kv head are read once a work tile, unless there are zero points.
   const auto scales_of_key = [](const Scales& scales, bool zero_point) {
     return scales.of_rows || zero_point ? static_cast<int>(scales.groups) : 0;
   };
@@ -350,55 +306,6 @@ DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
   at.metadata = arena.take(host_metadata_bytes(p));
   at.end = arena.end();
   return at;
-}
-
-std::string decode_rejects(const Problem& p) {
-  const std::string why = decode_rejects_few(p);
-  if (!why.empty() || !rows_decide(p) || deciding_queries(p) <= few_queries(p)) return why;
-  return fmt::format(
-      "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
-      "{} heads",
-      kFewRows, deciding_queries(p), p.group());
-}
-
-std::string decode_rejects_few(const Problem& p) {
-  if (std::string why = operands_rejected(p); !why.empty()) return why;
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
-  if (p.dropout_p > 0) return "computes without dropout";
-  if (std::string why = coded_queries_rejected(p); !why.empty()) return why;
-  // Other rows are copied where no other kernel can take the call.
-  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
-  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;
-  for (const auto& [name, strides, dtype] :
-       {std::tuple{"k", &p.k, p.dtypes.k}, std::tuple{"v", &p.v, p.dtypes.v}}) {
-    if (const std::string why = not_whole(*strides, dtype); !why.empty() && others_take) {
-      return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
-                         why);
-    }
-  }
-  const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
-  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMaxRows) {
-    return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
-                       total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
-  }
-  if (std::max({p.cache.entries, p.cache.ids, p.cache.page}) > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
-                       p.cache.entries, p.cache.page, p.cache.ids);
-  }
-  // The kernels number the chunks of all q blocks with ints, of blocks as small as they may be.
-  const int64_t min_rows = p.invariant && !codes ? kFewRows : 16;
-  // Doubles, as with no rows of q there may be any number of its heads.
-  const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
-  const double q_blocks =
-      static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
-  const double chunks = q_blocks * (kernels::kTileOverhead + ceil_div(p.sk, kernels::kChunkKeys));
-  if (chunks > std::numeric_limits<int>::max()) {
-    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", min_rows,
-                       int{kernels::kChunkKeys}, chunks);
-  }
-  return {};
 }
 
 std::string not_fused(const Problem& p, const DecodePlan& plan) {

@@ -14,43 +14,43 @@
 
 namespace fulgur::cuda::decode {
 
-/// Which CTA computes which keys: the types in src/kernels/decode/schedule/, which say how.
+/// Which CTA computes which keys: the types in src/kernels/decode/schedule/.
 enum class DecodeSchedule {
   kStreamK,              ///< equal slices of all q blocks laid end to end
   kStreamKOrRoundRobin,  ///< whole q blocks in turn where lengths make that as even as slices
   kDynamic,              ///< q blocks by the dynamic scheduler, the longest first
-  kSplitToFill,          ///< few q blocks in about as many splits as there are CTAs
+  kSplitToFill,          ///< few q blocks, split into about as many splits as there are CTAs
   kInvariantSplits,      ///< splits that depend on nothing but the q block's own keys
 };
 
 /// What kernel_config.h fixes at compile time.
 struct DecodeKey : AnyForwardKey {
   OperandTypes stored;             ///< in memory, where k and v, and with them q, may have codes
-  int k_scales = 0, v_scales = 0;  ///< of the codes of a key; 0: those of its sequence and kv head
+  int k_scales = 0, v_scales = 0;  ///< of a key; 0: a sequence and kv head has one scale
   bool k_zero_point = false, v_zero_point = false;
-  /// Of those scales and zero points; f32 of what comes once a work tile.
+  /// The types of those scales and zero points; f32 where a sequence and kv head has one.
   DType k_scale_type = DType::kF32, v_scale_type = DType::kF32;
   DType k_zero_point_type = DType::kF32, v_zero_point_type = DType::kF32;
-  /// Bytes of rows of blocks that are copied at once; 2: words, where rows may begin in the middle
-  /// of one; kernels::kMiddle: 16, where those of a kv head do; 0: there are no blocks.
+  /// How rows of blocks are copied (kernels/decode/layout.h): by pieces of 4, 8 or 16 bytes, 2 or
+  /// kernels::kMiddle; 0: there are no blocks.
   int k_piece = 0, v_piece = 0;
   int heads = 1;                   ///< kv heads that a CTA reads together, a warp for each
   int warps_per_group = 0;         ///< of 16 rows each
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
   int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
-  int box_keys = 0;                ///< keys that TMA brings at once; 0: lanes copy rows
+  int box_keys = 0;                ///< keys of a box that TMA loads; 0: lanes copy rows
   int residents = 0;               ///< CTAs of an SM
   int tile_rows = 0;               ///< rows of a block that a kv head may have
   int group = 0;                   ///< hq / hk
   DecodeSchedule schedule = DecodeSchedule::kStreamK;
-  int lane_sequences = 1;  ///< kSplitToFill: sequences that each lane of a warp knows
+  int lane_sequences = 1;  ///< kSplitToFill: sequences whose splits each lane computes
   int combine_eights = 1;  ///< times eight columns that a warp of combine.cu takes of fragments
   bool q_whole = false, o_whole = false;  ///< rows of multiples of 16 bytes
   bool whole_columns = false;             ///< d and dv are computed as they are
-  bool appends = false;                   ///< new rows of K and V, before it attends
-  bool rotates_q = false;                 ///< and rotates q with them
-  bool unread_rows = false;               ///< perhaps no CTA reads all of them
+  bool appends = false;                   ///< appends new rows of K and V before it attends
+  bool rotates_q = false;                 ///< and rotates q
+  bool unread_rows = false;               ///< perhaps no CTA reads some of the new rows
 
   /// The type of the schedule, as device text names it.
   std::string schedule_type() const;
@@ -92,21 +92,21 @@ struct DecodeKey : AnyForwardKey {
   }
   bool operator==(const DecodeKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
-  /// Whether it takes k or v of codes, which decode_codes.cu does.
+  /// Whether k or v has codes, which decode_codes.cu computes.
   bool has_codes() const { return is_low_bit(stored.k) || is_low_bit(stored.v); }
-  /// Whether it sees to rows of q that belong to no sequence.
+  /// Whether the call also zeros rows of out that belong to no sequence.
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
 };
 
 /// Every decision about a forward pass by the kernels of decode/.
 struct DecodePlan : DecodeKey {
-  Card card;  ///< that it is for
+  Card card;  ///< for which it was made
   int shared_bytes = 0;
   int grid = 0;                        ///< CTAs
   int max_splits = 1, split_rows = 0;  ///< of a q block
-  double cycles = 0;                   ///< predicted, of an SM, where all sequences have sk keys
-  double expected_cycles = 0;          ///< the same where their lengths may differ
-  bool memory_binds = true;            ///< by that prediction, or else the products bind
+  double cycles = 0;                   ///< predicted, where all sequences have sk keys
+  double expected_cycles = 0;          ///< predicted, where their lengths may differ
+  bool memory_binds = true;            ///< predicted; else the products bind
   /// Why k and v are copied to rows of multiples of 16 bytes; empty where they are not.
   std::string copies_k, copies_v;
   bool operator==(const DecodePlan&) const = default;
@@ -125,7 +125,8 @@ struct DecodePlan : DecodeKey {
   int split_floats() const;
   /// Whether decode/combine.cu combines the splits of q blocks, not the last CTA at each.
   bool has_combine_kernel() const;
-  /// Whether splits are counted before they are computed: no slices or requests say where they are.
+  /// Whether the number of splits is computed before the splits are, so that these have a place in
+  /// the workspace by their number.
   bool counts_splits() const;
   /// How many warps of decode/combine.cu a q block takes.
   int combine_warps() const;
@@ -133,29 +134,32 @@ struct DecodePlan : DecodeKey {
   int counters() const { return 4 * grid + 1; }
 };
 
+/// Why lanes cannot copy 16 bytes of each row of k or v at once; empty when they can.
+std::string not_whole(const Layout& strides, DType dtype);
+
 /// Rows of a kv head of the longest sequence that the decode kernels compute of a problem.
 int64_t rows_of_kv_head(const Problem& problem);
 
-/// A problem as a plan sees it that reads several kv heads together: so many are one.
+/// A problem as a plan sees it: kv heads that a CTA reads together count as one.
 Problem as_planned(Problem problem, const DecodeKey& plan);
 
-/// What shared memory holds for a kernel.
+/// The constants on which a kernel's map of shared memory depends.
 kernels::DecodeTile decode_tile(const DecodeKey& key);
 
-/// K and V as loads and copies see them, where bytes of codes are elements.
+/// The shapes of q, k, v and out for loads and copies, for which codes of k and v are bytes.
 ForwardShapes decode_shapes(const Problem& problem, int box_keys);
 
-/// Bytes of rows of `dim` columns that are copied at once, as DecodeKey has them. `copied`: they
-/// are copied to multiples of 16 bytes first. `boxes`: TMA copies them, if that is 16 or kMiddle.
+/// How rows of `dim` columns are copied (DecodeKey::k_piece). `copied`: they are copied to
+/// multiples of 16 bytes first. `boxes`: TMA loads them, if the result is 16 or kMiddle.
 int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxes);
 
-/// The maps of K and V by which TMA brings a tile: of the warpgroup path, or of codes.
+/// The shapes of the maps of K and V by which TMA loads a tile.
 std::array<TensorShape, 2> box_shapes(const Problem& problem, const DecodePlan& plan, int box_keys);
 
-/// What a problem and a card fix of every plan.
+/// The part of a plan that is the same for all plans of a problem and a card.
 DecodePlan decode_common(const Problem& problem, const Card& card);
 
-/// Where things begin in the workspace, in bytes, after the counters. All 0 where nothing is
+/// The byte offsets of the parts of the workspace, after the counters. All are 0 where nothing is
 /// launched.
 struct DecodeWorkspace : CallWorkspace {
   std::array<int64_t, 2> copies{};  ///< of k and v
@@ -163,12 +167,6 @@ struct DecodeWorkspace : CallWorkspace {
   int64_t partial = 0;              ///< partial results of splits
 };
 DecodeWorkspace workspace_of(const Problem& problem, const DecodePlan& plan);
-
-/// Why the decode kernels (docs/kernels/decode.md) do not compute a forward problem, and what they
-/// do compute; empty when they do.
-std::string decode_rejects(const Problem& problem);
-/// The same of its part of a problem that takes_both.
-std::string decode_rejects_few(const Problem& problem);
 
 /// Why the kernel of a plan does not append the new rows of a problem itself; empty when it does.
 std::string not_fused(const Problem& problem, const DecodePlan& plan);

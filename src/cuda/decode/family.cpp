@@ -2,6 +2,7 @@
 
 #include "cuda/common/forward.h"
 #include "cuda/decode/candidates.h"
+#include "cuda/decode/rejects.h"
 
 namespace fulgur::cuda::decode {
 namespace {

@@ -11,6 +11,7 @@
 #include "cuda/common/forward.h"
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/family.h"
+#include "cuda/decode/rejects.h"
 #include "cuda/sm90/backward_candidates.h"
 
 namespace fulgur::cuda::sm90 {

@@ -14,6 +14,7 @@
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/decode.h"
 #include "cuda/decode/family.h"
+#include "cuda/decode/rejects.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"

@@ -6,6 +6,7 @@
 
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/family.h"
+#include "cuda/decode/rejects.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/shape_class.h"

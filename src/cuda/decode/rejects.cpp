@@ -1,0 +1,111 @@
+#include "cuda/decode/rejects.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <limits>
+#include <tuple>
+
+#include "base/formats.h"
+#include "cuda/common/forward.h"
+#include "cuda/common/kernel_key.h"
+#include "cuda/decode/decode_plan.h"
+#include "kernels/host_device/stream_k.h"
+
+namespace fulgur::cuda::decode {
+namespace {
+
+/// Why a q of codes is not computed; empty when it is, or q has none.
+std::string coded_queries_rejected(const Problem& p) {
+  if (!is_low_bit(p.dtypes.q)) return {};
+  if (p.q_descale.groups > 1) {
+    return fmt::format("computes q with a descale a row, not one for each of {} groups of columns",
+                       p.q_descale.groups);
+  }
+  // Where its rows fill the products of codes the forward kernel is faster, and with `invariant`
+  // the same kernel computes any number of rows.
+  const bool others_take =
+      products_of_codes_rejected(p).empty() && !has_cache(p) && !p.has(Arg::kTreeMask);
+  if (others_take && (p.invariant || rows_of_kv_head(p) > kFewRows)) {
+    return fmt::format(
+        "computes contiguous keys for q of {} up to {} rows of a kv head and without `invariant`",
+        name_of(p.dtypes.q), kFewRows);
+  }
+  return {};
+}
+
+/// Why q, k and v of these dtypes are not computed; empty when they are.
+std::string operands_rejected(const Problem& p) {
+  const OperandTypes& types = p.dtypes;
+  if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
+  if (!is_low_bit(types.q) && types.q != DType::kBF16 && types.q != DType::kF16) {
+    return "computes q of bf16, f16, e4m3 and e5m2";
+  }
+  for (const auto& [name, dtype, scales, dim] :
+       {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
+    if (!is_low_bit(dtype)) {
+      if (dtype == types.q) continue;
+      return fmt::format("computes k and v of codes or of the dtype of q, got {} of {}", name,
+                         name_of(dtype));
+    }
+    const int chunk = kernels::chunk_columns(element_of(dtype));
+    if (scales.groups > 1 && dim / scales.groups % chunk != 0) {
+      return fmt::format("computes groups of multiples of {} columns of {}, got {} of {}", chunk,
+                         name_of(dtype), dim / scales.groups, name);
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+std::string decode_rejects(const Problem& p) {
+  const std::string why = decode_rejects_few(p);
+  if (!why.empty() || !rows_decide(p) || deciding_queries(p) <= few_queries(p)) return why;
+  return fmt::format(
+      "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
+      "{} heads",
+      kFewRows, deciding_queries(p), p.group());
+}
+
+std::string decode_rejects_few(const Problem& p) {
+  if (std::string why = operands_rejected(p); !why.empty()) return why;
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
+  }
+  if (p.dropout_p > 0) return "computes without dropout";
+  if (std::string why = coded_queries_rejected(p); !why.empty()) return why;
+  // Other rows are copied where no other kernel can take the call.
+  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
+  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;
+  for (const auto& [name, strides, dtype] :
+       {std::tuple{"k", &p.k, p.dtypes.k}, std::tuple{"v", &p.v, p.dtypes.v}}) {
+    if (const std::string why = not_whole(*strides, dtype); !why.empty() && others_take) {
+      return fmt::format("computes contiguous keys in rows of multiples of 16 bytes: {} {}", name,
+                         why);
+    }
+  }
+  const int64_t total_q = p.packed ? p.total_q : 0, total_k = p.packed_k ? p.total_k : 0;
+  if (std::max({total_q, total_k, rows_of_kv_head(p), p.sk}) >= kMaxRows) {
+    return fmt::format("computes less than 2^29 rows, got {} of q, {} of a kv head and {} keys",
+                       total_q, rows_of_kv_head(p), std::max(total_k, p.sk));
+  }
+  if (std::max({p.cache.entries, p.cache.ids, p.cache.page}) > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 pages of up to 2^31 keys, got {} of {} and {} ids",
+                       p.cache.entries, p.cache.page, p.cache.ids);
+  }
+  // The kernels number the chunks of all q blocks with ints, of blocks as small as they may be.
+  const int64_t min_rows = p.invariant && !codes ? kFewRows : 16;
+  // Doubles, as with no rows of q there may be any number of its heads.
+  const int64_t blocks = std::max<int64_t>(ceil_div(rows_of_kv_head(p), min_rows), 1);
+  const double q_blocks =
+      static_cast<double>(p.batch) * static_cast<double>(p.hk) * static_cast<double>(blocks);
+  const double chunks = q_blocks * (kernels::kTileOverhead + ceil_div(p.sk, kernels::kChunkKeys));
+  if (chunks > std::numeric_limits<int>::max()) {
+    return fmt::format("computes up to 2^31 tiles of {} x {}, got {:.3g}", min_rows,
+                       int{kernels::kChunkKeys}, chunks);
+  }
+  return {};
+}
+
+}  // namespace fulgur::cuda::decode
