@@ -1,6 +1,6 @@
 // Online softmax of transposed scores (FlashAttention-2, algorithm 1, lines 8 to 10), whose P is multiplied with scales
-// of V before it is rounded to f16. So that these products stay in the range of f16, the shift of a row is that of the
-// max over keys of c * S + the exponent of the max scale of the key.
+// of V before it is rounded to f16. So that these products stay in the range of f16, P is relative to the max over keys
+// of c * S + e, where e is the exponent of the max scale of the key (Rows::shift is minus that max).
 #pragma once
 #include "attention/softmax.cuh"
 #include "decode/codes/scales.cuh"
