@@ -1,5 +1,5 @@
-// What codes of 8 bits are multiplied by to be the numbers that they stand for: of each sequence and kv head a factor
-// of q, of k and of v. Products of codes take those of q and k before they are scores, and O takes that of v in the
+// Descales: what multiplies codes of 8 bits to make the numbers that they stand for. Each sequence and kv head has one
+// for q, for k and for v. Products of codes take those of q and k before they are scores, and O takes that of v at the
 // end.
 #pragma once
 #include "device/math.cuh"
@@ -28,10 +28,10 @@ __device__ __forceinline__ float value_descale(const AttentionParams& p, int bat
   return kHasCodes ? descale_of(p.v_descale, batch, kv_head) : 1;
 }
 
-// How products become exponents: multiplied with `first`, then scores, then with `then`. Without a transformation of
-// scores both are one factor of the exponent, if it is positive and not rounded; else the products take it.
+// Factors of products, which make them scores, and of scores, which make them exponents. Where scores are not
+// transformed both are one factor of the scores, if it is positive and not rounded; otherwise of the products.
 struct ProductScale {
-  float first, then;
+  float of_products, of_scores;
 };
 
 __device__ __forceinline__ ProductScale product_scale(const AttentionParams& p, int batch, int kv_head) {

@@ -1,9 +1,9 @@
 // Rows that NaN or infinity in V has reached although the mask hides its key from them.
 //
 // P is 0 at a hidden key, but 0 * NaN is NaN, and one product serves 64 rows: what V holds at a key that the mask shows
-// to some of them reaches all. It shows in every row of the product, so that each warp looks at eight of its rows as
-// they leave. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys each
-// of them sees; unless no hidden key is to blame.
+// to some of them reaches all. It shows in every row of the product, so that each warp looks at eight of its rows as it
+// stores them. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys that
+// each of them sees; unless no hidden key is to blame.
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"

@@ -9,10 +9,10 @@ using ElementP = ElementV;  // of P, which is multiplied with V
 
 enum : int {
   kPWords = kBlockKeys * ElementP::kBytes / 8,  // of a thread's P
-  // Of a row of P, a thread's columns together, before the maximum moves; f16 holds 65504 at most. Of e4m3, which holds
-  // 448, a sum of a fourth of its columns: no number of it is more than that.
+  // The maximum moves when the sum of a thread's columns of a row of P exceeds this. No number of f16 exceeds 65504. No
+  // number of e4m3 exceeds 448; there the sum is that of a fourth of these columns, and bounds each of them.
   kSumLimit = ElementP::kType == kE4M3 ? 448 : ElementP::kType == kBF16 ? 1 << 24 : 1 << 12,
-  // P is 2 to this at the maximum: e4m3 has few numbers below 1, and the sum of equal ones is no more than its limit.
+  // P is 2 to this at the maximum: e4m3 has few numbers below 1, and a sum of equal ones does not exceed its limit.
   kTopExponent = ElementP::kType != kE4M3 ? 0 : kBlockKeys > 112 ? 4 : 5,
 };
 
@@ -24,8 +24,8 @@ struct Rows {
 
 __device__ __forceinline__ Rows rows_without_keys() { return {{infinity(), infinity()}, {0, 0}}; }
 
-// With products of 8 bits the sums of a tile are taken of the rounded P, two at a time: they bind there. A thread adds
-// so few numbers of a row that sums of f16 are as good as P.
+// With products of 8 bits the softmax binds, and the sums of a tile are those of the rounded P, two numbers an
+// instruction. A thread adds so few numbers of a row that sums of f16 are as exact as P.
 enum : int { kSumsWords = ElementQ::kType == kE4M3 && ElementP::kType != kE4M3 };
 
 // Sums of the two rows of a tile's P.
@@ -38,9 +38,9 @@ __device__ __forceinline__ void sum_words(const u32 (&P)[kPWords], float& sum0, 
   sum1 = ElementP::low(row1) + ElementP::high(row1);
 }
 
-// P = exp2(c * S + shift), and its sums. `exact` is it at the maximum, P = 1, however large that is: c * S is rounded
-// as it was for the shift. Otherwise an instruction less; then what is off for scores beyond 2^24 shows in the sums.
-// Returns what kSumLimit bounds.
+// P = exp2(c * S + shift), and its sums. `exact`: P is 1 at the maximum, however large that is, since c * S is rounded
+// as it was for the shift. Otherwise it takes an instruction less, and its error for scores beyond 2^24 shows in the
+// sums. Returns the sum that kSumLimit bounds.
 template <bool exact>
 __device__ __forceinline__ float exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float c,
                                              float shift0, float shift1, float& sum0, float& sum1) {
@@ -104,9 +104,9 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
   rows.sum[1] *= factor1;
 }
 
-// P is exact for any shift, as long as nothing overflows, so the maximum in use may lag after. No new one is computed
-// until the sum of some row of the warp says that P has outgrown kSumLimit. Rows without a key so far (shift = +inf)
-// and non-finite scores always say so. `wait_for_o`: of products in flight, before O is rescaled.
+// P is exact for any shift, as long as nothing overflows, so the maximum in use may be an older one. No new one is
+// computed until the sum of some row of the warp exceeds kSumLimit. Those of rows without a key so far (shift = +inf)
+// and of non-finite scores always do. `wait_for_o` waits for products that add to O, before O is rescaled.
 template <bool first, class WaitForO>
 __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
                                              float (&O)[kValueDim / 2], Rows& rows, float c,
@@ -144,7 +144,7 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
   softmax_step<first>(S, P, O, rows, c, [] {});
 }
 
-// What a row's products must be multiplied with in the end; a row without keys is 0.
+// What multiplies a row of O at the end: 0 for a row without keys.
 __device__ __forceinline__ float normalizer(float sum) { return sum == 0 ? 0 : reciprocal_fast(sum); }
 
 // A row without keys has sum 0 and gets log(0) = -inf.

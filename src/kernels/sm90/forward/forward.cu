@@ -42,7 +42,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     ProductScale scale = {1, c};
     if constexpr (kHasCodes) {
       const HeadOfCodes head = load_shared_struct_uniform<HeadOfCodes>(head_of_tile);
-      scale = {head.first, head.then};
+      scale = {head.of_products, head.of_scores};
     }
     const VisibleKeys visible = visible_keys_of_strip(p, walk.sk, walk.diagonal);
     float S[kBlockKeys / 2];
@@ -104,7 +104,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         if (masked_by) kv.release_loaded_k();
         else kv.release_k();
       }
-      softmax_step<true>(S, P, O, rows, scale.then);
+      softmax_step<true>(S, P, O, rows, scale.of_scores);
       if constexpr (kBiasInRegisters) kv.release_loaded_k();
       if (kDropout) kept.drop(P);
       next.set(walk);
@@ -127,7 +127,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           issue_values(O, previous_P, kv.v_operand());
           wait_for_products<1>(S);
           adjust_scores(false, P);
-          softmax_step<false>(S, P, O, rows, scale.then, [&] {
+          softmax_step<false>(S, P, O, rows, scale.of_scores, [&] {
             wait_for_products<0>(O);
             hide_by_bias();
           });
@@ -174,7 +174,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           wait_for_products<0>(S, O);
           kv.release_v();
           if constexpr (!kBiasInRegisters) adjust_scores(false, bias_words);
-          softmax_step<false>(S, P, O, rows, scale.then, hide_by_bias);
+          softmax_step<false>(S, P, O, rows, scale.of_scores, hide_by_bias);
           if constexpr (kBiasInRegisters) kv.release_loaded_k();
           if (kDropout) kept.drop(P);
           next.set(walk);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     }
     const u32 last_flag = smem + kLayout.last + 4 * consumer();
     if (!kSplitTail || combine_splits(p, place, rows, O, barrier, last_flag))
-      finish(p, place, rows, O, head.values, strip);
+      finish(p, place, rows, O, head.of_values, strip);
     storing = kLayout.q_empty + 8 * q_buffers.ring.stage();
     q_buffers.advance();
   }

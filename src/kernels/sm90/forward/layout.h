@@ -25,8 +25,8 @@ struct ForwardTile {
 
 // What the codes of a q tile's head are multiplied by (attention/descale.cuh), and its kv head, counted over the batch.
 struct alignas(16) HeadOfCodes {
-  float first, then;  // products before they are scores, and scores
-  float values;
+  float of_products, of_scores;  // ProductScale
+  float of_values;
   int kv_head;
 };
 

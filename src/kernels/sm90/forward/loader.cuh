@@ -14,7 +14,7 @@ __device__ __forceinline__ HeadOfCodes head_of_codes(const ForwardParams& p, int
   const int kv_head = head / p.group;
   const ProductScale scale = product_scale(p, batch, kv_head);
   const float values = value_descale(p, batch, kv_head) * (kCentersV ? 2 : 1);  // products of W add up to half of O
-  return {scale.first, scale.then, values, batch * (p.hq / p.group) + kv_head};
+  return {scale.of_products, scale.of_scores, values, batch * (p.hq / p.group) + kv_head};
 }
 
 // Where the keys of a q tile lie. The division by the heads of a group is made once for all of its tiles: it takes

@@ -60,9 +60,9 @@ struct StripScores {
   // Products become scores. `bias`, `words`: as in transform_scores().
   __device__ __forceinline__ void transform(float (&S)[kBlockKeys / 2], int key, u32 bias,
                                             const u32 (&words)[kPWords]) const {
-    if (kHasCodes && (kScoreMode != 0 || scale.first != 1)) {
+    if (kHasCodes && (kScoreMode != 0 || scale.of_products != 1)) {
 #pragma unroll
-      for (float& s : S) s *= scale.first;
+      for (float& s : S) s *= scale.of_products;
     }
     transform_scores(p, S, view, walk, key, bias, words);
   }
