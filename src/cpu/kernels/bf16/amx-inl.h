@@ -508,37 +508,34 @@ HWY_INLINE void pack_transposed(const Rows<RowAt>& from, int64_t rows, int64_t s
   *census = all;
 }
 
-/// Stores two vectors as a row of A, its parts `stride` elements apart.
+/// Splits two vectors into parts, merges each part of both by kMerge, and stores the results
+/// `stride` elements apart.
+template <Side kSide, int kParts, auto kMerge>
+HWY_INLINE void store_merged(V32 first, V32 second, int64_t stride, uint16_t* HWY_RESTRICT to) {
+  __m512i x[kParts], y[kParts];
+  split<kSide>(first, x);
+  split<kSide>(second, y);
+  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
+    _mm512_store_si512(to + p * stride, kMerge(x[p], y[p]));
+  }
+}
+
+/// Stores two vectors as a row of A.
 template <int kParts>
 HWY_INLINE void store_row_of_a(V32 low, V32 high, int64_t stride, uint16_t* HWY_RESTRICT to) {
-  __m512i x[kParts], y[kParts];
-  split<Side::kA>(low, x);
-  split<Side::kA>(high, y);
-  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
-    _mm512_store_si512(to + p * stride, join_halves(x[p], y[p]));
-  }
+  store_merged<Side::kA, kParts, join_halves>(low, high, stride, to);
 }
 
 /// Stores two vectors, interleaved, as a row of A, for a B whose pairs of rows are a vector apart.
 template <int kParts>
 HWY_INLINE void store_pairs_of_a(V32 first, V32 second, int64_t stride, uint16_t* HWY_RESTRICT to) {
-  __m512i x[kParts], y[kParts];
-  split<Side::kA>(first, x);
-  split<Side::kA>(second, y);
-  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
-    _mm512_store_si512(to + p * stride, pair_halves(x[p], y[p]));
-  }
+  store_merged<Side::kA, kParts, pair_halves>(first, second, stride, to);
 }
 
 /// Stores vectors of two rows, interleaved, as a row of B.
 template <int kParts>
 HWY_INLINE void store_pair_of_b(V32 even, V32 odd, int64_t stride, uint16_t* HWY_RESTRICT to) {
-  __m512i x[kParts], y[kParts];
-  split<Side::kB>(even, x);
-  split<Side::kB>(odd, y);
-  FULGUR_UNROLL for (int p = 0; p < kParts; ++p) {
-    _mm512_store_si512(to + p * stride, pair_halves(x[p], y[p]));
-  }
+  store_merged<Side::kB, kParts, pair_halves>(even, odd, stride, to);
 }
 
 /// 2^r on [0, 1), exact at 0: relative-minimax coefficients.

@@ -397,9 +397,9 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
              {n, t.panel.count, p.dv}});
         products.flush();
         const auto bias_factor = static_cast<float>(1 / p.scale);
-        const bool lies = adds && t.panel.bias_rows != nullptr;
+        const bool in_tensor = adds && t.panel.bias_rows != nullptr;
         const bool of_keys = adds && t.panel.bias != nullptr && t.panel.bias_step == 0;
-        if (plain && !lies && !of_keys) {
+        if (plain && !in_tensor && !of_keys) {
           add_bias(p, tile, bias_factor, s.P, kTilePanelRows, &t.panel);
         }
         const auto full = [&](const auto& bias) HWY_ATTR {
@@ -407,7 +407,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
           full_gradients<true>(t, n, i, query_factor(p), s, bias);
           add_bias_gradient(task.given.dbias, t.panel, tile, s.dBias);
         };
-        if (lies) {
+        if (in_tensor) {
           load_numbers(p.bias.dtype, {task.given.bias.data, p.bias, t.panel, tile.j},
                        kTilePanelRows / kLanes, s.bias);
           full(TileBias{s.bias, bias_factor});
