@@ -57,7 +57,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if (kBiasTile && !kBiasInRegisters) kv.release_loaded_k();
       if constexpr (!kMaskBits) scores.mask(S, key, rightmost);
     };
-    const auto hide_by_bias = [&] {  // before a new maximum is looked for
+    const auto hide_by_bias = [&] {  // before the softmax looks for a new maximum
       if constexpr (kBiasInRegisters) {
         load_bias_words(bias_words, kv.bias_tile());
         hide_by_bias_words(S, bias_words);
@@ -110,8 +110,9 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       next.set(walk);
 
       if constexpr (kDoubleBuffersP) {
-        // S(t) = Q K(t)^T and O += P(t-1) V(t-1), and P(t) in a second buffer while O is added to. Buffers of P are
-        // registers, so a turn of the loop computes two tiles. The loop below computes the last one of an even number.
+        // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
+        // Buffers of P are registers, so a turn of the loop computes two tiles. The loop below computes the last tile
+        // of an even number.
         u32 other_P[kPWords];
         const auto step = [&](const u32 (&previous_P)[kPWords], u32 (&P)[kPWords]) {
           walk.next();
@@ -154,7 +155,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           next.load(kv.k);
           if (masked_by) {
             mask_words.load(kv.bias_tile(), masked_by);
-            fence_async_proxy();  // for the release of K, here, where no score waits for it
+            fence_async_proxy();  // the release of K needs it; here no score waits for it
             __syncwarp();
           }
           register_fence(O);
@@ -164,7 +165,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           issue_values(O, P, kv.v_operand());
           if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
           if constexpr (!kPairs) {
-            wgmma_wait<1>();  // S is complete, O is being added to
+            wgmma_wait<1>();  // S is complete; O += P V still runs
             if (kMaskBits || kBiasInRegisters) register_fence(S);
             if constexpr (kBiasInRegisters) adjust_scores(false, bias_words);
             if (masked_by) scores.mask(S, mask_words, masked_by);
@@ -181,7 +182,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         });
       }
 
-      // O += P V of the leftmost tile.
+      // O += P V of the leftmost tile. Where V is centred, its means are added, too.
       means.weigh(p, rows, walk.last);
       kv.wait_last_v();
       register_fence(O);
