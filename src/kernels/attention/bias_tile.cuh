@@ -7,7 +7,7 @@
 #include "attention/bias_tile.h"
 #include "attention/fragment.cuh"
 
-using BiasType = ElementType<kBias == 1 + kF16 ? kF16 : kBF16>;  // of two in a word
+using BiasType = ElementType<kBias == 1 + kF16 ? kF16 : kBF16>;  // a word has two elements of it
 
 // The address of the element of a row and a column, in a tile of `rows` rows.
 template <int rows>
@@ -20,8 +20,8 @@ __device__ __forceinline__ u32 bias_address(u32 tile, u32 row, u32 column) {
 
 __device__ __forceinline__ float bias_of_byte(u32 byte) { return byte & 0xff ? 0 : -infinity(); }
 
-// A bias of 16 bits of 16 columns from `column` on: where a thread loads words of pairs, of a strip's scores 8i to
-// 8i + 7.
+// Where a thread loads its words of a bias of 16 bits: those of 16 columns from `column` on, which a strip's scores 8i
+// to 8i + 7 have.
 __device__ __forceinline__ u32 bias_words_address(u32 tile, int column) {
   const u32 lane = threadIdx.x % 32;
   return bias_address<64>(tile, warp_row() + lane % 16, column + lane / 16 * 8);
@@ -34,7 +34,7 @@ __device__ __forceinline__ void unpack_bias(const u32* words, float (&bias)[8]) 
   }
 }
 
-// Of 16 columns from `column` on, which a strip's scores 8i to 8i + 7 have.
+// The bias of 16 columns from `column` on, which a strip's scores 8i to 8i + 7 have.
 __device__ __forceinline__ void load_bias_of_strip(u32 tile, int column, float (&bias)[8]) {
   if constexpr (bias_bytes(kBias) == 2) {
     u32 x[4];
@@ -56,9 +56,9 @@ __device__ __forceinline__ void load_bias_of_strip(u32 tile, int column, float (
   }
 }
 
-// Of the queries of a thread's scores 4j to 4j + 3, and the warp's keys from `key` + warp_row() on, where products are
-// transposed: rows of fragments are keys. Scores j + 1 follow those of an even j, and have been loaded with them where
-// a load gives as many.
+// The bias where products are transposed, so that rows of fragments are keys: of the queries of a thread's scores 4j to
+// 4j + 3, and of the warp's keys from `key` + warp_row() on. It is called for an even j before j + 1; elements of 16
+// bits for both are loaded together.
 template <int rows>
 __device__ __forceinline__ void load_bias_of_keys(u32 tile, u32 key, int j, float (&bias)[8]) {
   const u32 lane = threadIdx.x % 32;

@@ -7,7 +7,7 @@
 #include "host_device/dropout.h"
 #include "attention/fragment.cuh"
 
-// The mask of a call, by rng_state as it is now where the call has one.
+// The mask of a call. Where the call has an rng_state, it depends on what that is now.
 __device__ __forceinline__ DropoutMask dropout_of(const CallParams& p) {
   const u64 seed = p.rng_state ? p.rng_state[0] : p.dropout_seed;
   const u64 offset = p.rng_state ? p.rng_state[1] : p.dropout_offset;
@@ -18,7 +18,7 @@ __device__ __forceinline__ DropoutMask dropout_of(const CallParams& p) {
 __device__ __forceinline__ u32 dropout_head(const CallParams& p, int batch, int head) {
   return kPart ? p.part.head + batch * p.part.heads + head : batch * p.hq + head;
 }
-// Queries and keys are those of the longer sequences.
+// Queries and keys of a part of a call are counted as in the whole call (kPart).
 __device__ __forceinline__ u32 dropout_query_of(const CallParams& p, int query) {
   return kPart ? p.part.query + query : query;
 }
@@ -28,8 +28,8 @@ __device__ __forceinline__ bool keeps(const CallParams& p, const DropoutMask& ma
   return mask.keeps(dropout_head(p, batch, head), dropout_query_of(p, query), dropout_key_of(p, key));
 }
 
-// Its key lies in shared memory and is read anew where it is used. From registers the compiler would compute the keys
-// of all rounds in front of a loop, and would have none for them.
+// The key of Philox lies in shared memory and is loaded each time it is used. If a register had it, the compiler would
+// compute the keys of all rounds before a loop, and have no registers for them.
 __device__ __forceinline__ void store_dropout_key(const CallParams& p, u32 address) {
   const PhiloxKey key = dropout_of(p).key;
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(key[0]), "r"(key[1]) : "memory");
@@ -101,8 +101,9 @@ __device__ __forceinline__ Kept<columns> kept_of_calls(const CallParams& p, u32 
   return kept;
 }
 
-// Of S: rows are queries, from the warp's first, columns keys, from `key` on. Two lanes of a quad hold the four keys of
-// a call in rows r and r + 8, and make one of the two calls each. `dropout_key`: where it lies.
+// Which entries of S are kept. Rows are queries, from the warp's first one on, and columns keys, from `key` on. Two
+// lanes of a quad hold the four keys of a call in rows r and r + 8, and make one of the two calls each. `dropout_key`:
+// where the key of Philox lies in shared memory.
 template <int columns>
 __device__ __forceinline__ Kept<columns> kept_scores(const CallParams& p, u32 dropout_key, u32 head, u32 query,
                                                      u32 key) {
@@ -115,8 +116,8 @@ __device__ __forceinline__ Kept<columns> kept_scores(const CallParams& p, u32 dr
       [](u32 bits) { return exchange_halves(bits, 1); });
 }
 
-// Of S^T: rows are keys, from the warp's first, columns queries, from `query` on. Four lanes hold the four keys of a
-// call in two columns and rows r and r + 8, and make one of the four calls each.
+// Which entries of S^T are kept. Rows are keys, from the warp's first one on, and columns queries, from `query` on.
+// Four lanes hold the four keys of a call in two columns and rows r and r + 8, and make one of the four calls each.
 template <int columns>
 __device__ __forceinline__ Kept<columns> kept_transposed(const CallParams& p, u32 dropout_key, u32 head, u32 query,
                                                          u32 key) {

@@ -30,7 +30,7 @@ __device__ __forceinline__ unsigned long long tree_word(const unsigned long long
   return tree_mask[(kPacked ? n.q_start : (long long)(batch) * p.sq) + query];
 }
 
-// Of a strip's rows, which are queries, from the diagonal of its first one.
+// The keys that a thread's two rows of a strip see. Rows are queries. `diagonal`: that of the strip's first row.
 __device__ __forceinline__ VisibleKeys visible_keys_of_strip(const CallParams& p, int sk, int diagonal) {
   diagonal += warp_row() + thread_row();
   VisibleKeys visible = {{0, 0}, {sk, sk}, 0, {0, 0}};
@@ -47,7 +47,7 @@ __device__ __forceinline__ VisibleKeys visible_keys_of_strip(const CallParams& p
   return visible;
 }
 
-// Of two rows that are any queries; with kTree `tree` has their words.
+// The keys that two rows see which are any queries. `tree`: with kTree their words of the tree mask.
 __device__ __forceinline__ VisibleKeys visible_keys_of_queries(const CallParams& p, const Lengths& n,
                                                                const int (&query)[2],
                                                                const unsigned long long (&tree)[2]) {

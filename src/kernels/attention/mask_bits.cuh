@@ -9,7 +9,7 @@
 // The bias whose tiles lie in shared memory, as kBias: a mask of bits has none.
 enum : int { kBiasTile = kMaskBits ? 0 : kBias };
 
-// `hidden` for the scores whose bits are 0. A word each 64 columns.
+// Scores whose bits are 0 become `hidden`. A word has a thread's bits of 64 columns.
 template <int count, int words>
 __device__ __forceinline__ void hide_by_bits(float (&S)[count], const u32 (&mask)[words], float hidden) {
 #pragma unroll
