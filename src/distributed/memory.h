@@ -44,7 +44,7 @@ class Queue {
 class Memory : public Queue {
  public:
   enum Use : uint8_t { kStep, kNextStep, kSums, kRow, kSends, kReceives, kUses };
-  /// A buffer of at least so many bytes, valid until the next call with this use; not cleared.
+  /// A buffer of at least `bytes` bytes, valid until the next call with this use; not cleared.
   virtual std::byte* buffer(Use use, int64_t bytes) = 0;
   /// Where bytes [begin, begin + bytes) of the data from a rank are to be written.
   struct Place {
@@ -89,7 +89,7 @@ class Memory : public Queue {
   virtual void barrier() {}
 
  protected:
-  /// Divides kReceives into buffers of so many bytes for each rank.
+  /// Divides kReceives into a buffer for each rank, of `bytes[rank]` bytes.
   std::vector<std::span<std::byte>> receive_buffers(std::span<const int64_t> bytes) {
     std::byte* at = buffer(kReceives, std::accumulate(bytes.begin(), bytes.end(), int64_t{0}));
     std::vector<std::span<std::byte>> buffers;

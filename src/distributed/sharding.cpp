@@ -10,7 +10,7 @@
 namespace fulgur::distributed {
 namespace {
 
-constexpr int64_t kStrip = 64;  // boundaries between ranks are at multiples of so many rows
+constexpr int64_t kStrip = 64;  // boundaries between ranks are at multiples of kStrip rows
 constexpr int64_t kRunsOfRank =
     16;  // runs per rank with kByArea: more runs balance the load better
 

@@ -61,7 +61,7 @@ struct AnyBackwardKey : KernelKey {
   bool stores_ds() const { return dq_method == DqMethod::kStored; }
   /// Whether gradients may need repair, because hidden keys with NaN take part in products.
   bool repairs() const { return has_left || has_right || scores_hide(); }
-  int64_t dq_accum_floats(int64_t rows) const;  ///< for so many rows of all heads
+  int64_t dq_accum_floats(int64_t rows) const;  ///< for `rows` rows of all heads
 };
 
 /// The decisions of a plan that no kernel's text depends on.

@@ -71,7 +71,7 @@ int counted(const char* name, int64_t count, const char* of_what, const char* ca
 /// Whether all rows are aligned to 16 bytes.
 bool rows_aligned(const Layout& rows, DType dtype);
 
-/// log2 of the lanes that share a row of so many steps of one lane; at most a warp.
+/// log2 of the lanes of a row, which a single lane would compute in `steps` steps; at most a warp.
 int lanes_log2(int64_t steps);
 
 }  // namespace fulgur::cuda

@@ -125,7 +125,7 @@ struct AnyForwardKey : KernelKey {
   bool page_lists = false;  ///< page_indptr says where a sequence's begin
   bool batch_idx = false;   ///< cache_batch_idx names the row of the batch of K and V
   bool leftpad = false;     ///< leftpad_k says which key is the first
-  /// Sequences of at most so many queries are computed by a decode kernel, not by forward.cu.
+  /// The maximum of queries of the sequences that a decode kernel computes, not forward.cu.
   int few_queries = 0;
 
   template <class F>

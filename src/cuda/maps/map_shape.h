@@ -21,7 +21,7 @@ struct MapTiles {
   int block_keys = 0;         ///< keys of a tile
   bool by_keys = false;       ///< CTAs of the attention kernel have keys, and iterate over rows
   bool by_rows_too = false;   ///< kernels read a map by keys and also one by rows
-  bool early_starts = false;  ///< a kernel may start while the one before it runs
+  bool early_starts = false;  ///< a kernel may start while the previous one runs
   MapMethod method = MapMethod::kSeparate;
 };
 

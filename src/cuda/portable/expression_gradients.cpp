@@ -18,7 +18,7 @@ int64_t elements_of(const expression::Expressions::TensorLayout& t) {
   return count;
 }
 
-/// Bytes of the sums of so many elements.
+/// Bytes of the sums of a number of elements.
 int64_t bytes_of(int64_t elements) {
   constexpr int64_t kWord = sizeof(int64_t);
   return (elements + 1 + (elements + kWord - 1) / kWord) * kWord;

@@ -47,7 +47,7 @@ class BackwardCost {
   /// that are left begin with the next section.
   kernels::BlockSchedule schedule(int blocks, int batch_heads, kernels::BlockOrder order) const;
 
-  /// Whether the rows of so many heads fit L2: Q, dO and dq_accum.
+  /// Whether the rows of `batch_heads` heads fit L2: Q, dO and dq_accum.
   bool in_l2(int batch_heads) const;
 
   /// The key blocks of a head with the rows of one wave: the cycles of the longest one, the sum of

@@ -142,7 +142,7 @@ class WavePlanner {
     return ranges;
   }
 
-  /// Bytes of dS for so many score tiles of each q head.
+  /// Bytes of dS for `tiles` score tiles of each q head.
   int64_t bytes_of(int64_t tiles) const { return tiles * plan_.tile_bytes() * plan_.split_heads; }
 
   /// Row tiles of all packed sequences of a head.

@@ -92,7 +92,7 @@ FULGUR_SHARED BlockOfHead block_of(const BlockSchedule& blocks, int number) {
 
 // Work tiles of the kernel by keys, numbered in the order in which CTAs take them. A work tile is a key block with all
 // of its row tiles; each of the last `cut` key blocks is two work tiles: its first row tiles and the rest. The first
-// parts come before all other work tiles, each longer than the one before, and the second parts after them. So CTAs
+// parts come before all other work tiles, each longer than the previous one, and the second parts after them. So CTAs
 // that start with first parts of different lengths end at the same time.
 FULGUR_SHARED int work_tiles_of(const BlockSchedule& blocks, int cut) {
   return blocks.blocks * blocks.batch_heads + cut;

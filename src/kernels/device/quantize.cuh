@@ -311,7 +311,7 @@ __device__ __forceinline__ float block_number(int format, const unsigned char* b
   return __fadd_rn(__fmul_rn(half_at(0), code), of.has_low ? half_at(2) : 0);
 }
 
-// Bytes of so many codes.
+// Bytes of the codes of a number of elements.
 __device__ __forceinline__ long long codes_before(int format, long long numbers) {
   if (is_block(format)) return numbers / 32 * block_format(format).bytes();
   return format == kInt4 ? numbers / 2 : numbers;

@@ -43,8 +43,8 @@ FULGUR_SHARED int map_words(int tiles) { return (tiles + 31) / 32; }
 // With the span of a block that has one.
 FULGUR_SHARED int block_words(int tiles) { return map_words(tiles) + (map_words(tiles) > kWordsAtOnce); }
 
-// Of a fused map: blocks of a CTA, and the limits up to which one may be made, tiles of a block and panels of rows or
-// of keys.
+// Fused maps: blocks of a CTA, and the maxima of tiles of a block, and of panels of rows or of keys, with which a map
+// may be fused.
 enum : int { kFusedBlocks = 4, kMaxFusedTiles = 256, kMaxFusedPanels = 4 };
 FULGUR_SHARED int fused_map_ctas(const MapShape& of, bool by_keys, bool of_both) {
   const int keys = (of.key_tiles + kFusedBlocks - 1) / kFusedBlocks;
