@@ -179,18 +179,29 @@ std::vector<std::span<std::byte>> HostMemory::exchange(
   bool fresh = std::exchange(fresh_, false);
   const std::vector<Offer> theirs = group_.all_to_all(mine);
   std::vector<std::span<std::byte>> receives(group_.ranks);
+  std::optional<Error> error;
   for (int r = 0; r < group_.ranks; ++r) {
     if (r == group_.rank) continue;
     const Offer& offer = theirs[r];
     group_.check_bytes(r, offer.bytes, bytes[r]);
-    SharedMemory& other = others_[r][turn_];
-    if (other.name() != offer.buffer) other = SharedMemory::open(offer.buffer, offer.size);
-    receives[r] = {other.data() + offer.offset, static_cast<size_t>(offer.bytes)};
     fresh |= offer.fresh;
+    SharedMemory& other = others_[r][turn_];
+    try {
+      if (other.name() != offer.buffer) other = SharedMemory::open(offer.buffer, offer.size);
+      receives[r] = {other.data() + offer.offset, static_cast<size_t>(offer.bytes)};
+    } catch (const Error& failed) {
+      error = failed;
+    }
   }
-  if (fresh) group_.barrier();  // after it all ranks have opened new buffers, and each may end
+  if (fresh) wait_until_opened(error);
   turn_ = 1 - turn_;
   return receives;
+}
+
+void HostMemory::wait_until_opened(const std::optional<Error>& error) {
+  const auto failed = group_.all_to_all(std::vector<uint8_t>(group_.ranks, error.has_value()));
+  if (error || std::ranges::count(failed, 1) > 0) group_.barrier();
+  if (error) throw *error;
 }
 
 void HostMemory::reserve(int64_t bytes, int64_t of_work) {

@@ -59,6 +59,10 @@ class HostMemory final : public OnHost<Memory> {
   };
 
   void reserve(std::span<SharedMemory> buffers, int64_t bytes);
+  /// A barrier after each rank has opened new buffers of the others, so that none of them ends
+  /// before. Throws `error`, that of this rank, or the error that another rank has left, whose
+  /// buffers are gone.
+  void wait_until_opened(const std::optional<Error>& error);
 
   Group::Impl& group_;
   bool one_machine_ = false;  ///< all ranks can open each other's memory
