@@ -26,6 +26,7 @@ SM90_PARAMS = ["kernels/attention"] + [f"kernels/sm90/{kernel}" for kernel in ("
 CALL = [PUBLIC, "base", "expression", "call", *HOST_DEVICE]
 CUDA_COMMON = [*CALL, "engine", "kernels/common", "kernels/codes", "kernels/backward", "cuda/driver", "cuda/jit",
                "cuda/device"]
+CUDA_PASSES = [*CUDA_COMMON, "cuda/common", "cuda/maps"]
 KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
 SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
@@ -50,12 +51,13 @@ FOLDERS = {
     "cuda/driver": [PUBLIC, "base"],
     "cuda/jit": [PUBLIC, "cuda/driver"],
     "cuda/device": [PUBLIC, "base", "cuda/driver", "cuda/jit"],
-    "cuda/common": [*CUDA_COMMON, "cuda/maps"],
+    "cuda/common": CUDA_COMMON,
     "cuda/maps": [*CUDA_COMMON, "cuda/common"],
-    "cuda/decode": [*CUDA_COMMON, "cuda/common", "kernels/decode"],
-    "cuda/sm90": [*CUDA_COMMON, "cuda/common", "cuda/maps", "cuda/decode", *SM90_PARAMS],
-    "cuda/portable": [*CUDA_COMMON, "cuda/common", "cuda/maps", "kernels/portable/forward", "kernels/portable/backward"],
-    "cuda/papers": [*CUDA_COMMON, "cuda/common", "cuda/portable", "kernels/papers"],
+    "cuda/passes": CUDA_PASSES,
+    "cuda/decode": [*CUDA_PASSES, "cuda/passes", "kernels/decode"],
+    "cuda/sm90": [*CUDA_PASSES, "cuda/passes", "cuda/decode", *SM90_PARAMS],
+    "cuda/portable": [*CUDA_PASSES, "cuda/passes", "kernels/portable/forward", "kernels/portable/backward"],
+    "cuda/papers": [*CUDA_COMMON, "cuda/common", "cuda/passes", "cuda/portable", "kernels/papers"],
     "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/decode", "cuda/papers", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
     "api": [*CALL, "engine", "plan", PUBLIC_CODES, PUBLIC_GROUPS],

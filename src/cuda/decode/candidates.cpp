@@ -7,10 +7,10 @@
 #include <string>
 #include <utility>
 
-#include "cuda/common/forward.h"
 #include "cuda/decode/cost.h"
 #include "cuda/decode/rejects.h"
 #include "cuda/decode/tiles.h"
+#include "cuda/passes/forward.h"
 #include "kernels/decode/layout.h"
 #include "kernels/host_device/stream_k.h"
 

@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "cuda/common/forward.h"
 #include "cuda/decode/decode_plan.h"
+#include "cuda/passes/forward.h"
 #include "kernels/decode/params.h"
 
 namespace fulgur::cuda::decode {

@@ -8,10 +8,10 @@
 #include "base/formats.h"
 #include "call/append_then_attend.h"
 #include "cuda/common/call_kernel.h"
-#include "cuda/common/forward.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
+#include "cuda/passes/forward.h"
 #include "kernels/decode/layout.h"
 #include "kernels/host_device/stream_k.h"
 

@@ -8,8 +8,8 @@
 #include "call/problem.h"
 #include "cuda/common/executable.h"
 #include "cuda/common/family.h"
-#include "cuda/common/forward.h"
 #include "cuda/common/tensor_shape.h"
+#include "cuda/passes/forward.h"
 #include "kernels/decode/layout.h"
 
 namespace fulgur::cuda::decode {

@@ -1,8 +1,8 @@
 #include "cuda/decode/family.h"
 
-#include "cuda/common/forward.h"
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/rejects.h"
+#include "cuda/passes/forward.h"
 
 namespace fulgur::cuda::decode {
 namespace {

@@ -7,9 +7,9 @@
 #include <tuple>
 
 #include "base/formats.h"
-#include "cuda/common/forward.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/decode/decode_plan.h"
+#include "cuda/passes/forward.h"
 #include "kernels/host_device/stream_k.h"
 
 namespace fulgur::cuda::decode {

@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cuda/common/forward.h"
 #include "cuda/common/tensor_map.h"
+#include "cuda/passes/forward.h"
 #include "kernels/decode/layout.h"
 #include "kernels/host_device/stream_k.h"
 

@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <utility>
 
-#include "cuda/common/forward.h"
 #include "cuda/common/planned_family.h"
 #include "cuda/common/tensor_shape.h"
 #include "cuda/papers/plain_call.h"
+#include "cuda/passes/forward.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward_config.h"
 #include "kernels/papers/fa1_params.h"

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/common/backward.h"
+#include "cuda/passes/backward.h"
 #include "cuda/portable/backward_plan.h"
 #include "cuda/portable/expression_gradients.h"
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "cuda/common/backward.h"
+#include "cuda/passes/backward.h"
 #include "kernels/portable/backward/layout.h"
 
 namespace fulgur::cuda::portable {

@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "cuda/common/forward.h"
 #include "cuda/common/planned_family.h"
+#include "cuda/passes/forward.h"
 #include "cuda/portable/forward_plan.h"
 #include "kernels/portable/forward/params.h"
 

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/common/backward.h"
+#include "cuda/passes/backward.h"
 #include "cuda/sm90/backward_plan.h"
 
 namespace fulgur::cuda::sm90 {

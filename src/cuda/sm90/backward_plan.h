@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "call/problem.h"
-#include "cuda/common/backward.h"
 #include "cuda/common/family.h"
+#include "cuda/passes/backward.h"
 #include "kernels/sm90/backward/layout.h"
 
 namespace fulgur::cuda::sm90 {

@@ -8,10 +8,10 @@
 #include <utility>
 
 #include "cuda/common/expression.h"
-#include "cuda/common/forward.h"
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/family.h"
 #include "cuda/decode/rejects.h"
+#include "cuda/passes/forward.h"
 #include "cuda/sm90/backward_candidates.h"
 
 namespace fulgur::cuda::sm90 {

@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/common/forward.h"
+#include "cuda/passes/forward.h"
 #include "cuda/sm90/forward_plan.h"
 #include "kernels/sm90/forward/params.h"
 

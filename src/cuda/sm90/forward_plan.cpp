@@ -6,11 +6,11 @@
 #include <limits>
 #include <numeric>
 
-#include "cuda/common/forward.h"
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/maps/mask_bits.h"
+#include "cuda/passes/forward.h"
 #include "cuda/sm90/forward_cost.h"
 #include "kernels/sm90/forward/layout.h"
 

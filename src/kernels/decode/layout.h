@@ -25,10 +25,11 @@ FULGUR_SHARED int shared_row_of_blocks(Element type, int dim, int piece) {
   return ((row_of_blocks(type, dim) + (piece == 2 ? 6 : 0) + 15) / 16 | 1) * 16;
 }
 
-// Products read a row of blocks in chunks of 16 bytes: eight pairs of bytes, which may be codes or a scale. A block has
-// 8 n + 1 pairs, so that block b, of at most eight, begins with pair b of chunk n b. A chunk with codes of two blocks is
-// multiplied once for each. Where rows begin m pairs after a multiple of 16 bytes, block b begins with pair b + m, which
-// has to be one of the eight: m is at most (16 - step) / 2, where `step` divides all such beginnings in bytes.
+// Products read a row of blocks in chunks of 16 bytes: eight pairs of bytes, which may be codes or a scale. A block
+// has 8 n + 1 pairs, so that block b, of at most eight, begins with pair b of chunk n b. A chunk with codes of two
+// blocks is multiplied once for each. Where rows begin m pairs after a multiple of 16 bytes, block b begins with pair
+// b + m, which has to be one of the eight: m is at most (16 - step) / 2, where `step` divides all such beginnings in
+// bytes.
 FULGUR_SHARED bool may_begin_in_middle(int dim, int step) { return (16 - step) / 2 + dim / kBlockColumns - 1 < 8; }
 FULGUR_SHARED int chunks_of_blocks(Element type, int dim) { return (row_of_blocks(type, dim) + 15) / 16; }
 FULGUR_SHARED int first_block(Element type, int chunk) { return 16 * chunk / block_bytes(type); }

@@ -1,4 +1,4 @@
-#include "cuda/common/forward.h"
+#include "cuda/passes/forward.h"
 
 #include <algorithm>
 #include <utility>

@@ -1,4 +1,4 @@
-#include "cuda/common/backward.h"
+#include "cuda/passes/backward.h"
 
 #include <fmt/format.h>
 
