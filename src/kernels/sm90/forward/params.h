@@ -11,7 +11,7 @@
 //   kQStages        buffers of Q (1 or 2); with kStoreTiles TMA stores O from the buffer of its Q
 //   kKStages        buffers of K
 //   kVStages        buffers of V
-//   kPairs          1: K of a key tile and V of the one before come together (sm90/forward/pipeline.cuh)
+//   kPairs          1: K of a key tile and V of the one before come together (sm90/forward/rings.cuh)
 //   kMeanProducts   1: means of V are added by products, too (sm90/forward/values.cuh): kPairs, and no kHasLeft
 //   kProducerRegisters, kConsumerRegisters    registers a thread after setmaxnreg (multiples of 8):
 //                   1 consumer 40/208, 2 consumers 40/232, 3 consumers 32/160, 4 consumers 32/112
