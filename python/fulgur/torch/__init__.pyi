@@ -126,8 +126,8 @@ def attention(
             default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
             for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
             int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
-            k and v may be float8 with a q of float8_e4m3fn and descales of the first two kinds, or
-            float8, int8 or int4 with a q of bf16 or f16.
+            they may be float8, int8 or int4 with a q of bf16, f16 or float8, whose descale then has one
+            group.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.
         k_mean: float32 ``(batch, hk, d)``, of which batch may be 1: what the rows of codes of k have
