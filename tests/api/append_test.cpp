@@ -237,9 +237,10 @@ TEST_P(OneCall, OfFewRows) {
       }
     }
   }
-  // Fewer in the emulator, on whose few SMs more calls have the dynamic schedule. Of the portable
-  // kernels the one of many rows takes calls with so few keys, where SMs are many.
-  EXPECT_GE(2 * fused_, decoded_);
+  // A third at least: on the few SMs of the emulator many calls have the dynamic schedule, which
+  // does not append. Of the portable kernels the one of many rows takes calls with so few keys,
+  // where SMs are many.
+  EXPECT_GE(3 * fused_, decoded_);
 }
 
 // Of a call that fails nothing is written, also where attention alone would refuse it.
