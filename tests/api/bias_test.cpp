@@ -261,6 +261,23 @@ TEST_P(DenseBias, ThatHidesTheLastRows) {
   }
 }
 
+// No row sees a key of the first 512, which the CPU engine takes together for as many rows.
+TEST_P(DenseBias, ThatHidesAChunkOfKeys) {
+  Case c{.dtype = DType::kBF16, .batch = 1, .sq = 1024, .sk = 600};
+  c.bias = Bias::kShared;
+  Workload w(c, 11);
+  w.options.engine = engine();
+  w.options.threads = 1;
+  const Dense bias(DType::kF32, {1, 1, 1, c.sk});
+  std::vector<double> values(static_cast<size_t>(c.sk), 0.5);
+  std::fill_n(values.begin(), 512, -kInf);
+  write(bias.tensor(), values);
+  w.forward.bias = w.backward.bias = bias.tensor();
+  w.backward.dbias = {};
+  if (!runs(w)) return;
+  EXPECT_TRUE(forward_is_right(w, expect(w)));
+}
+
 // Tiles of a bias of one number alone, some but for their last one: 0, what hides, and the lowest
 // numbers of a dtype, which hide, too. Few rows and many have different kernels.
 TEST_P(DenseBias, TilesOfOneNumber) {
