@@ -57,6 +57,12 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, const Wor
 #pragma unroll 1
   for (int row = threadIdx.x / 32; row < kQueryRows; row += kComputeWarps) {
     const int pairs = kHeads == 1 ? pairs_of_cta : pairs_before(row / kRowsOfWarp);
+    float descale = 1;  // its load comes first, as the columns take as long as it does
+    if constexpr (kCodesQ) {
+      const TileRows rows = rows_of_tile(p, tile);
+      const int in_block = row_of_warps(row);
+      if (in_block < rows.count) descale = query_descale(p, tile, rows.first + in_block);
+    }
     u32 x[kLaneColumns];
     u32 row_max = 0;
 #pragma unroll
@@ -85,12 +91,6 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, const Wor
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i)
       if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i, pairs)), x[i]);
-    if (lane == 0) {
-      const TileRows rows = rows_of_tile(p, tile);
-      const int in_block = row_of_warps(row);
-      const bool has_descale = kCodesQ && in_block < rows.count;
-      const float descale = has_descale ? query_descale(p, tile, rows.first + in_block) : 1;
-      reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = factor * descale;
-    }
+    if (lane == 0) reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = factor * descale;
   }
 }
