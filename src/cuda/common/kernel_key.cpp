@@ -135,6 +135,22 @@ std::string dtypes_rejected(const OperandTypes& dtypes) {
   return {};
 }
 
+std::string dims_rejected(const Problem& p) {
+  if (p.d > kMaxDim || p.dv > kMaxDim) {
+    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
+  }
+  return {};
+}
+
+std::string sizes_rejected(const Problem& p) {
+  if (std::string why = dims_rejected(p); !why.empty()) return why;
+  if (std::max(p.sq, p.sk) >= kMaxRows) {
+    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
+                       p.sk);
+  }
+  return {};
+}
+
 std::string codes_rejected(const Problem& p) {
   const OperandTypes& types = p.dtypes;
   const std::array operands = {std::pair{"q", types.q}, std::pair{"k", types.k},

@@ -111,6 +111,11 @@ kernels::Operands operands_of(const KernelKey& key);
 /// Why no kernel computes operands of these dtypes; empty if one may.
 std::string dtypes_rejected(const OperandTypes& dtypes);
 
+/// Why no kernel computes heads of d and dv columns; empty if one may.
+std::string dims_rejected(const Problem& problem);
+/// The same of these heads in sequences of so many rows, which most kernels count with ints.
+std::string sizes_rejected(const Problem& problem);
+
 /// Why no kernel computes quantized operands with these formats; empty if one may.
 std::string codes_rejected(const Problem& problem);
 

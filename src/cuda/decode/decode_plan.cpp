@@ -206,9 +206,9 @@ std::array<TensorShape, 2> box_shapes(const Problem& p, const DecodePlan& plan, 
 
 DecodePlan decode_common(const Problem& p, const Card& card) {
   DecodePlan plan;
-  Problem numbers = p;  // of codes of q, which are f16
-  if (is_low_bit(p.dtypes.q)) numbers.dtypes.q = DType::kF16;
-  static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(numbers);
+  Problem multiplied = p;
+  if (is_low_bit(p.dtypes.q)) multiplied.dtypes.q = DType::kF16;  // codes become these
+  static_cast<AnyForwardKey&>(plan) = forward_key_by_rows(multiplied);
   plan.card = card;
   plan.stored = p.dtypes;
   const auto in_chunks = [](int dim, DType dtype) {

@@ -22,11 +22,11 @@ std::string coded_queries_rejected(const Problem& p) {
     return fmt::format("computes q with a descale a row, not one for each of {} groups of columns",
                        p.q_descale.groups);
   }
-  // Where its rows fill the products of codes the forward kernel is faster, and with `invariant`
-  // the same kernel computes any number of rows.
-  const bool others_take =
+  // The forward kernel multiplies codes of many rows faster. With `invariant` it computes few rows,
+  // too, so that the bits of a sequence do not depend on the longest one of its batch.
+  const bool forward_takes =
       products_of_codes_rejected(p).empty() && !has_cache(p) && !p.has(Arg::kTreeMask);
-  if (others_take && (p.invariant || rows_of_kv_head(p) > kFewRows)) {
+  if (forward_takes && (p.invariant || rows_of_kv_head(p) > kFewRows)) {
     return fmt::format(
         "computes contiguous keys for q of {} up to {} rows of a kv head and without `invariant`",
         name_of(p.dtypes.q), kFewRows);
@@ -70,9 +70,7 @@ std::string decode_rejects(const Problem& p) {
 
 std::string decode_rejects_few(const Problem& p) {
   if (std::string why = operands_rejected(p); !why.empty()) return why;
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
+  if (std::string why = dims_rejected(p); !why.empty()) return why;
   if (p.dropout_p > 0) return "computes without dropout";
   if (std::string why = coded_queries_rejected(p); !why.empty()) return why;
   // Other rows are copied where no other kernel can take the call.

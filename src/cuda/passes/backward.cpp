@@ -107,13 +107,7 @@ AnyForwardKey map_key(const AnyBackwardKey& of) {
 
 std::string backward_rejects(const Problem& p) {
   if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
-  if (std::max(p.sq, p.sk) >= kMaxRows) {
-    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
-                       p.sk);
-  }
+  if (std::string why = sizes_rejected(p); !why.empty()) return why;
   const BackwardShapes maps = backward_shapes(p);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {

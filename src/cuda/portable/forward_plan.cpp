@@ -146,13 +146,7 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
 
 std::string forward_rejects(const Problem& p) {
   if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
-  if (std::max(p.sq, p.sk) >= kMaxRows) {
-    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
-                       p.sk);
-  }
+  if (std::string why = sizes_rejected(p); !why.empty()) return why;
   if (p.cache.paged() && p.cache.ids * p.cache.page > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
                        p.cache.ids, p.cache.page);

@@ -353,9 +353,7 @@ std::string forward_rejects(const Problem& p) {
   if (!dtypes.empty()) return dtypes;
   if (codes && p.cache.paged()) return "computes e4m3 without pages";
   if (p.has(Arg::kTreeMask)) return "computes without tree masks";
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
+  if (std::string why = sizes_rejected(p); !why.empty()) return why;
   if (rows_decide(p) && deciding_queries(p) <= few_queries(p)) {
     return fmt::format(
         "computes `invariant` calls from {} rows of a kv head on, got {} queries of {} heads",
@@ -369,10 +367,6 @@ std::string forward_rejects(const Problem& p) {
   if (p.has(Arg::kLeftpadK)) return "computes keys from the first on: not with a leftpad_k";
   if (p.packed != p.packed_k && !p.cache.paged()) {
     return "computes packed queries with packed keys or pages alone";
-  }
-  if (std::max(p.sq, p.sk) >= kMaxRows) {
-    return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
-                       p.sk);
   }
   const ForwardShapes maps = forward_shapes(p, kAnyBlockKeys);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
