@@ -19,8 +19,7 @@ namespace {
 std::string coded_queries_rejected(const Problem& p) {
   if (!is_low_bit(p.dtypes.q)) return {};
   if (p.q_descale.groups > 1) {
-    return fmt::format("computes q with a descale a row, not one for each of {} groups of columns",
-                       p.q_descale.groups);
+    return fmt::format("takes a q_descale of one group of columns, got {}", p.q_descale.groups);
   }
   // The forward kernel multiplies codes of many rows faster. With `invariant` it computes few rows,
   // too, so that the bits of a sequence do not depend on the longest one of its batch.

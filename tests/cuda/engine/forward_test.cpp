@@ -440,7 +440,7 @@ TEST_F(OnFakeGpu, CodesThatItDoesNotTakeAreNamed) {
                    a.descales.q_descale.shape[3] = 2;
                  }),
                  "takes a q_descale of the tensor or of sequences and kv heads, not one of rows; "
-                 "computes q with a descale a row, not one for each of 2 groups of columns");
+                 "takes a q_descale of one group of columns, got 2");
   ForwardCall dropped = with([](ForwardArgs& a) { a.q.dtype = DType::kE5M2; });
   dropped.options.dropout_p = 0.5;
   expect_refused(dropped, "multiplies codes of a q of e4m3, got e5m2; computes without dropout");
