@@ -78,8 +78,8 @@ struct Options {
 ///   exp(scores) of each row, its sink's among them.
 /// q, k, v, out share one dtype: f32, bf16, f16, or f64 (computed by the reference engine). On the
 /// CPU k and v may each have any of the first three dtypes or a low-bit format (append.h), and q
-/// may be e4m3 or e5m2, with out of f32, bf16 or f16. On Hopper GPUs k and v may be e4m3, e5m2,
-/// int8, int4, q8_0 or q4_0, with q of bf16, f16, e4m3 or e5m2 and out of bf16 or f16.
+/// may be e4m3 or e5m2, with out of f32, bf16 or f16. On GPUs k and v may be e4m3, e5m2, int8,
+/// int4, q8_0 or q4_0, with q of bf16, f16, e4m3 or e5m2 and out of bf16 or f16.
 /// hq % hk == 0; 1 <= d <= 576, 1 <= dv <= 512; any strides whose last is 1. A row that sees no key
 /// has out = 0 and lse = -inf, with a sink lse = sink.
 struct ForwardArgs {

@@ -11,7 +11,6 @@
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __align__(bytes) alignas(bytes)
-#define __CUDA_ARCH__ 900
 #define __builtin_assume(...) static_cast<void>(0)
 
 struct uint2 {

@@ -10,7 +10,9 @@
 #include <fstream>
 #include <iterator>
 #include <map>
+#include <span>
 #include <string>
+#include <string_view>
 
 #include "translate.h"
 
@@ -38,6 +40,16 @@ void write(const fs::path& path, const std::string& text) {
   if (found == known.end()) found = known.emplace(text, emulator::translated(text)).first;
   fs::create_directories(path.parent_path());
   std::ofstream(path, std::ios::binary) << found->second;
+}
+
+/// The value of __CUDA_ARCH__ for the options of a compilation: 900 for compute_90 and sm_90a.
+std::string architecture(int count, const char* const* options) {
+  for (const std::string_view option : std::span(options, static_cast<size_t>(count))) {
+    if (!option.starts_with("--gpu-architecture=")) continue;
+    const std::string_view digits = option.substr(option.find('_') + 1);
+    return std::string(digits.substr(0, digits.find_first_not_of("0123456789"))) + "0";
+  }
+  return "520";
 }
 
 }  // namespace
@@ -68,13 +80,14 @@ int nvrtcCreateProgram(Program** program, const char* text, const char* name, in
   return 0;
 }
 
-int nvrtcCompileProgram(Program* program, int, const char* const*) {
+int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
   const fs::path log = program->folder / "log", image = program->folder / "image.so";
   // Its accesses to memory call the emulator, which sees races.
   const std::string command = EMULATOR_COMPILER
                               " -x c++ -std=c++20 -O1 -w -fPIC -fsanitize=thread -shared -nostdlib"
                               " --param tsan-instrument-func-entry-exit=0 -ffp-contract=off "
-                              "-D__CUDACC__ -include " EMULATOR_DEVICE_H " -I" +
+                              "-D__CUDACC__ -D__CUDA_ARCH__=" +
+                              architecture(count, options) + " -include " EMULATOR_DEVICE_H " -I" +
                               program->folder.string() + " -o " + image.string() + " " +
                               (program->folder / program->name).string() +
                               " -x none " EMULATOR_DRIVER " >" + log.string() + " 2>&1";

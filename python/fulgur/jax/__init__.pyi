@@ -126,8 +126,8 @@ def attention(
         q_descale, k_descale, v_descale: float32 or float16: what codes of q, k and v are multiplied by,
             default 1. ``(1,)``, ``(batch, hk)``, each of which may be 1, or the shape of q, k or v but
             for the last dimension: a number of groups of columns. On the CPU k and v may be float8,
-            int8, or a :class:`Quantized`, which brings its own, or other floats than q; on Hopper GPUs
-            they may be float8, int8 or int4 with a q of bf16, f16 or float8, whose descale then has one
+            int8, or a :class:`Quantized`, which brings its own, or other floats than q; on GPUs they
+            may be float8, int8 or int4 with a q of bf16, f16 or float8, whose descale then has one
             group.
         k_zero_point, v_zero_point: of int8 and int4, which is taken from the codes first, in the shape
             of the descale; default 0.

@@ -122,13 +122,14 @@ std::vector<std::pair<Problem, DecodePlan>> decode_reachable(const Problem& prob
   const int64_t max_few = std::max<int64_t>((card.sms - 1) / problem.hk, 1);
   for (const int64_t batch : {int64_t{32}, int64_t{kernels::kFillSequences}})
     batches.insert(std::min(batch, max_few));
+  const auto& rejects = features_of(card.target).has_wgmma ? decode_rejects : decode_rejects_few;
   std::set<std::string> kernels;
   Problem p = problem;
   for (const int64_t sq : queries) {
     for (const int64_t sk : keys) {
       for (const int64_t batch : batches) {
         p.sq = sq, p.sk = sk, p.batch = batch;
-        if (!decode_rejects(p).empty()) continue;
+        if (!rejects(p).empty()) continue;
         for (const DecodePlan& plan : decode_plans(p, card))
           if (kernels.insert(kernel_config(plan)).second) reachable.emplace_back(p, plan);
       }

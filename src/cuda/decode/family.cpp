@@ -11,10 +11,13 @@ bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_bot
 
 bool is_forward(const Problem& p) { return p.pass == Pass::kForward; }
 
-/// Codes are Hopper's.
+/// With codes no other kernel computes a call, so that bits depend on nothing but this one's
+/// splits.
 std::string portable_rejects(const Problem& p) {
-  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
-  return p.invariant ? "splits keys, which `invariant` forbids here" : decode_rejects(p);
+  if (p.invariant && dtypes_rejected(p.dtypes).empty()) {
+    return "splits keys, which `invariant` forbids here";
+  }
+  return decode_rejects_few(p);
 }
 
 std::vector<Fitting<DecodePlan>> candidates(const Problem& problem, const Card& card,

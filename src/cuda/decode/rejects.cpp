@@ -15,14 +15,11 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-/// Why a q of codes is not computed; empty when it is, or q has none.
-std::string coded_queries_rejected(const Problem& p) {
+/// Why Hopper's forward kernel computes a q of codes; empty when it does not, or q has none.
+std::string left_to_forward(const Problem& p) {
   if (!is_low_bit(p.dtypes.q)) return {};
-  if (p.q_descale.groups > 1) {
-    return fmt::format("takes a q_descale of one group of columns, got {}", p.q_descale.groups);
-  }
-  // The forward kernel multiplies codes of many rows faster. With `invariant` it computes few rows,
-  // too, so that the bits of a sequence do not depend on the longest one of its batch.
+  // It multiplies codes of many rows faster. With `invariant` it computes few rows, too, so that
+  // the bits of a sequence do not depend on the longest one of its batch.
   const bool forward_takes =
       products_of_codes_rejected(p).empty() && !has_cache(p) && !p.has(Arg::kTreeMask);
   if (forward_takes && (p.invariant || rows_of_kv_head(p) > kFewRows)) {
@@ -39,6 +36,9 @@ std::string operands_rejected(const Problem& p) {
   if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
   if (!is_low_bit(types.q) && types.q != DType::kBF16 && types.q != DType::kF16) {
     return "computes q of bf16, f16, e4m3 and e5m2";
+  }
+  if (p.q_descale.groups > 1) {
+    return fmt::format("takes a q_descale of one group of columns, got {}", p.q_descale.groups);
   }
   for (const auto& [name, dtype, scales, dim] :
        {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
@@ -59,7 +59,8 @@ std::string operands_rejected(const Problem& p) {
 }  // namespace
 
 std::string decode_rejects(const Problem& p) {
-  const std::string why = decode_rejects_few(p);
+  std::string why = decode_rejects_few(p);
+  if (why.empty()) why = left_to_forward(p);
   if (!why.empty() || !rows_decide(p) || deciding_queries(p) <= few_queries(p)) return why;
   return fmt::format(
       "computes `invariant` calls on contiguous keys up to {} rows of a kv head, got {} queries of "
@@ -71,7 +72,6 @@ std::string decode_rejects_few(const Problem& p) {
   if (std::string why = operands_rejected(p); !why.empty()) return why;
   if (std::string why = dims_rejected(p); !why.empty()) return why;
   if (p.dropout_p > 0) return "computes without dropout";
-  if (std::string why = coded_queries_rejected(p); !why.empty()) return why;
   // Other rows are copied where no other kernel can take the call.
   const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
   const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;

@@ -61,6 +61,7 @@ __device__ __forceinline__ float half_to_float(unsigned short x) {
 }
 
 // Converts two codes of e4m3 to a word of f16, which has each of their numbers.
+#if __CUDA_ARCH__ >= 890
 __device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) {
   u32 halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
@@ -78,6 +79,21 @@ __device__ __forceinline__ u32 e4m3_to_f16(u32 codes, int half) {
       : "r"(codes));
   return halves;
 }
+#else
+// Without an instruction for it: exponent and mantissa of a code are those of f16 for its number over 2^8. The code of
+// NaN comes out as 480, the only one of which the multiple by 146 is infinite, and infinity times 0 is NaN.
+__device__ __forceinline__ u32 e4m3_to_f16(u32 codes, int half) {
+  constexpr u32 k256 = 0x5c005c00, k146 = 0x58905890;
+  const u32 spread = __byte_perm(codes, 0, half == 0 ? 0x1404 : 0x3424);  // a code in the upper byte of each half
+  const u32 scaled = (spread & 0x80008000) | (spread >> 1 & 0x3f803f80);
+  u32 number, large;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(number) : "r"(scaled), "r"(k256));
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(large) : "r"(number), "r"(k146));
+  asm("fma.rn.f16x2 %0, %1, %2, %0;" : "+r"(number) : "r"(large), "r"(0));
+  return number;
+}
+__device__ __forceinline__ u32 e4m3_to_f16(unsigned short codes) { return e4m3_to_f16(u32(codes), 0); }
+#endif
 
 // Converts two words of f16 to e4m3, rounded to nearest, at most 448; `low` is in the lower half.
 __device__ __forceinline__ u32 f16_to_e4m3(u32 low, u32 high) {

@@ -37,7 +37,8 @@ class KeyProducts {
   // `q`: where Q of the warp lies. It is there if the work tile has keys.
   __device__ __forceinline__ KeyProducts(const DecodeParams& p, const WorkTile& tile, int warp_in_group, u32 q)
       : queries_(q) {
-    const float sequence_scale = kCodesK && kKScales == 0 ? scale_of_sequence(p.k_scale, tile) : 1;
+    const bool of_sequence = kCodesK && kKScales == 0;
+    const float sequence_scale = of_sequence ? nan_unless_finite(scale_of_sequence(p.k_scale, tile)) : 1;
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       const int row = warp_in_group * kRowsOfWarp + i / 2 * 8 + int(thread_column()) + i % 2;

@@ -29,16 +29,14 @@ __device__ __forceinline__ int query_column(int column, int pairs_before) {
   return column / kColumns * kColumns + at.number * 8 + at.word * 2 + at.half;
 }
 
-// The descale of a row of Q of codes, 1 where the call has none. One that is not finite becomes NaN, as sums of
-// infinities of both signs are.
+// The descale of a row of Q of codes, 1 where the call has none.
 __device__ __forceinline__ float query_descale(const DecodeParams& p, const WorkTile& tile, int row) {
   const CodeScales& t = p.q_scale;
   if (t.data == nullptr) return 1;
   const int head = tile.head * kGroup + row % kGroup;
   const long long of_row = t.of_rows ? (tile.sequence.n.q_start + row / kGroup) * t.row + head * t.head
                                      : head / kGroupOfHead * t.head;
-  const float descale = scale_at(t, tile.batch * t.batch + of_row);
-  return fabsf(descale) < infinity() ? descale : __int_as_float(0x7fffffff);
+  return nan_unless_finite(scale_at(t, tile.batch * t.batch + of_row));
 }
 
 // Rewrites the Q of a block of rows, which lies in shared memory as in memory, in that order and as f16. Each row is

@@ -74,6 +74,11 @@ __device__ __forceinline__ float scale_at(const CodeScales& t, long long bytes) 
                         : half_to_float(*reinterpret_cast<const unsigned short*>(at));
 }
 
+// A descale of rows of Q or K, or NaN if it is not finite, as sums of infinities of both signs are.
+__device__ __forceinline__ float nan_unless_finite(float descale) {
+  return fabsf(descale) < infinity() ? descale : __int_as_float(0x7fffffff);
+}
+
 // The scale that all keys of a sequence and kv head have in common, 1 where the call has none.
 __device__ __forceinline__ float scale_of_sequence(const CodeScales& t, const WorkTile& tile) {
   if (t.data == nullptr) return 1;
