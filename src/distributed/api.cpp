@@ -3,7 +3,7 @@
 #include <string>
 #include <utility>
 
-#include "distributed/call_plans.h"
+#include "distributed/group/call_plans.h"
 #include "distributed/pages.h"
 #include "distributed/plan.h"
 #include "fulgur/distributed/plan.h"

@@ -7,8 +7,8 @@
 #include <span>
 #include <vector>
 
-#include "distributed/group.h"
-#include "distributed/memory.h"
+#include "distributed/group/group.h"
+#include "distributed/group/memory.h"
 #include "distributed/transport/shared_memory.h"
 
 namespace fulgur::distributed {

@@ -15,8 +15,8 @@
 #include "call/check_tensors.h"
 #include "call/make_problem.h"
 #include "call/problem.h"
-#include "distributed/group.h"
-#include "distributed/memory.h"
+#include "distributed/group/group.h"
+#include "distributed/group/memory.h"
 #include "distributed/sharding.h"
 #include "fulgur/distributed/plan.h"
 

@@ -5,7 +5,7 @@
 
 #include "base/check.h"
 #include "call/mask.h"
-#include "distributed/group.h"
+#include "distributed/group/group.h"
 
 namespace fulgur::distributed {
 namespace {

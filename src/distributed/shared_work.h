@@ -8,7 +8,7 @@
 #include <mutex>
 #include <vector>
 
-#include "distributed/memory.h"
+#include "distributed/group/memory.h"
 #include "distributed/plan.h"
 #include "distributed/step_calls.h"
 

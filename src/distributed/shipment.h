@@ -5,8 +5,8 @@
 #include <utility>
 #include <vector>
 
-#include "distributed/group.h"
-#include "distributed/memory.h"
+#include "distributed/group/group.h"
+#include "distributed/group/memory.h"
 
 namespace fulgur::distributed {
 

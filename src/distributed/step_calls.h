@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "call/mask.h"
-#include "distributed/memory.h"
+#include "distributed/group/memory.h"
 #include "distributed/plan.h"
 
 namespace fulgur::distributed {

@@ -10,8 +10,8 @@
 
 #include "cuda/device/gpu.h"
 #include "distributed/device/signals.h"
-#include "distributed/group.h"
-#include "distributed/memory.h"
+#include "distributed/group/group.h"
+#include "distributed/group/memory.h"
 
 namespace fulgur::distributed {
 

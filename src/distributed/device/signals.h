@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "cuda/driver/driver.h"
-#include "distributed/group.h"
+#include "distributed/group/group.h"
 #include "distributed/transport/shared_memory.h"
 
 namespace fulgur::distributed {

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "distributed/call_plans.h"
-#include "distributed/memory.h"
+#include "distributed/group/call_plans.h"
+#include "distributed/group/memory.h"
 #include "distributed/transport/transport.h"
 #include "fulgur/distributed/group.h"
 #include "fulgur/error.h"

@@ -1,4 +1,4 @@
-#include "distributed/group.h"
+#include "distributed/group/group.h"
 
 #include <algorithm>
 #include <cstdlib>

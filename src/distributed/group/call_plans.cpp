@@ -1,4 +1,4 @@
-#include "distributed/call_plans.h"
+#include "distributed/group/call_plans.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -10,7 +10,7 @@
 #include <span>
 #include <vector>
 
-#include "distributed/part.h"
+#include "distributed/group/part.h"
 #include "fulgur/attention.h"
 
 namespace fulgur::distributed {

@@ -1,4 +1,4 @@
-#include "distributed/part.h"
+#include "distributed/group/part.h"
 
 namespace fulgur::distributed {
 
