@@ -17,7 +17,7 @@ namespace fulgur::cuda::papers {
 namespace {
 
 constexpr int kProductRows = 128, kProductThreads = 256, kDepthBytes = 128;
-constexpr int kRowsOfCta = 8, kSoftmaxThreads = 32 * kRowsOfCta;
+constexpr int kCtaRows = 8, kSoftmaxThreads = 32 * kCtaRows;
 
 /// The constants of kernel_config.h of papers/product.cu.
 struct ProductKey : KernelKey {
@@ -227,7 +227,7 @@ class StandardExecutable final : public Executable {
     params.c = c.at;
     params.a_group = static_cast<int>(a.group);
     params.b_group = static_cast<int>(b.group);
-    params.sums = static_cast<int>(c.group);
+    params.summed = static_cast<int>(c.group);
     params.heads = static_cast<int>(p_.hq / c.group);
     params.m = static_cast<int>(m);
     params.n = static_cast<int>(n);
@@ -259,7 +259,7 @@ class StandardExecutable final : public Executable {
 
   static void launch_rows(CUfunction kernel, CUstream stream, const SoftmaxParams& rows) {
     if (rows.rows == 0) return;
-    launch(stream, kernel, &rows, {ceil_div(rows.rows, kRowsOfCta)}, kSoftmaxThreads, 0,
+    launch(stream, kernel, &rows, {ceil_div(rows.rows, kCtaRows)}, kSoftmaxThreads, 0,
            "launching the softmax of standard attention");
   }
 

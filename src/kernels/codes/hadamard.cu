@@ -18,9 +18,9 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_hadamard(const
           static_cast<const T*>(rows.from) + b * rows.from_batch + row * rows.from_row + head * rows.from_head;
       const long long to = b * rows.to_batch + row * rows.to_row + head * rows.to_head;
       for (int first = 0; first < rows.dim; first += columns) {
-        float x[kOfLane] = {};
+        float x[kLaneElements] = {};
 #pragma unroll
-        for (int i = 0; i < kOfLane; ++i) {
+        for (int i = 0; i < kLaneElements; ++i) {
           const int column = lane + 32 * i;
           if (column >= columns) break;
           x[i] = to_f32<kElement>(from[first + column]);
@@ -28,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(kHeadThreads) fulgur_hadamard(const
         }
         hadamard_lanes(x, columns);
 #pragma unroll
-        for (int i = 0; i < kOfLane; ++i) {
+        for (int i = 0; i < kLaneElements; ++i) {
           const int column = lane + 32 * i;
           if (column >= columns) break;
           const float y = __fmul_rn(p.inverse && hadamard_flips(column) ? -x[i] : x[i], scale);

@@ -22,13 +22,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const u32 mine = threadIdx.x / threads_of_row;
   if (mine >= rows_at_once) return;
   const long long strides = p.batch_stride | p.row_stride | p.head_stride | reinterpret_cast<long long>(p.from);
-  const bool aligned = p.column_stride == 1 && strides % kCodesAtOnce == 0;
+  const bool aligned = p.column_stride == 1 && strides % kLoadedCodes == 0;
   const long long rows = p.batch * p.rows;
   const long long step = (long long)(gridDim.x) * rows_at_once;
   for (long long first = (long long)(blockIdx.x) * rows_at_once + mine; first < rows; first += kRowsAhead * step)
     for (u32 unit = threadIdx.x % threads_of_row; unit < units; unit += threads_of_row) {
       const u32 head = unit / chunks;
-      const int column = int(unit - head * chunks) * kCodesAtOnce;
+      const int column = int(unit - head * chunks) * kLoadedCodes;
       uint2 codes[kRowsAhead];
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i)

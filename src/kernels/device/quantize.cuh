@@ -5,26 +5,26 @@
 #include "device/math.cuh"
 #include "host_device/heads.h"
 
-enum : int { kOfLane = kMaxHadamardColumns / 32 };
+enum : int { kLaneElements = kMaxHadamardColumns / 32 };
 
 // Multiplies n columns by H by a warp, whose lanes have every 32nd column in x. Each sum is rounded as on the CPU.
-__device__ __forceinline__ void hadamard_lanes(float (&x)[kOfLane], int n) {
+__device__ __forceinline__ void hadamard_lanes(float (&x)[kLaneElements], int n) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     if (step >= n) break;
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kLaneElements; ++i) {
       if (32 * i >= n) break;
       const float other = __shfl_xor_sync(0xffffffff, x[i], step);
       x[i] = lane & step ? __fsub_rn(other, x[i]) : __fadd_rn(x[i], other);
     }
   }
 #pragma unroll
-  for (int step = 1; step < kOfLane; step *= 2) {
+  for (int step = 1; step < kLaneElements; step *= 2) {
     if (32 * step >= n) break;
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kLaneElements; ++i) {
       if (i & step) continue;
       const float a = x[i], b = x[i | step];
       x[i] = __fadd_rn(a, b);
@@ -39,16 +39,16 @@ __device__ __forceinline__ void hadamard_row(float* row, int dim, int lane) {
   const float scale = hadamard_scale(columns);
   __syncwarp();
   for (int first = 0; first < dim; first += columns) {
-    float x[kOfLane] = {};
+    float x[kLaneElements] = {};
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kLaneElements; ++i) {
       const int column = lane + 32 * i;
       if (column >= columns) break;
       x[i] = hadamard_flips(column) ? -row[first + column] : row[first + column];
     }
     hadamard_lanes(x, columns);
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) {
+    for (int i = 0; i < kLaneElements; ++i) {
       const int column = lane + 32 * i;
       if (column >= columns) break;
       row[first + column] = __fmul_rn(x[i], scale);

@@ -1,9 +1,10 @@
-// FlashAttention (2022), algorithm 2, by mma.sync: key blocks in the outer loop, row blocks in the inner one. O stays
-// normalized, and makes a round trip to memory with l and m for every key block.
+// FlashAttention (2022), algorithm 2, by mma.sync: key blocks in the outer loop, row blocks in the inner one. O is kept
+// normalized; O, l and m are loaded from memory and stored again for every key block.
 //
-// A CTA has a head, or a slice of its rows where heads are too few for the card, as the first release has. K and V of a
-// key block stay in shared memory while all row blocks that see it pass; Q of the next one is on its way meanwhile. A
-// warp has 16 rows of the 64.
+// A CTA computes a head or, where there are too few heads to fill the GPU, a slice of its row blocks. The first release
+// of FlashAttention divides the work likewise. K and V of a key block stay in shared memory while the CTA iterates over
+// the row blocks that see it; Q of the next row block is loaded while the current one is computed. A row block has 64
+// rows, 16 for each warp.
 #include "attention/mask.cuh"
 #include "attention/repair.cuh"
 #include "attention/softmax.cuh"
@@ -12,11 +13,12 @@
 
 static_assert(kStrips == 1 && kWarpStrips == 1 && kStages == 1 && !kQInRegisters && kScoreMode == 0);
 
-// O, l and m of a row block in memory, of this thread's two rows; a quad shares l and m.
+// O, l and m of a row block in memory: the elements that this thread holds, of two rows. The four threads of a quad
+// hold the same l and m.
 class State {
  public:
-  __device__ __forceinline__ State(const Fa1Params& p, int head_of_all, int row_tile) {
-    const long long tile = (long long)(head_of_all) * p.row_tiles + row_tile;
+  __device__ __forceinline__ State(const Fa1Params& p, int batch_head, int row_tile) {
+    const long long tile = (long long)(batch_head) * p.row_tiles + row_tile;
     o_ = p.o_rows + (tile * (kValueDim / 8) * kThreads + threadIdx.x) * 4;
     rows_ = p.statistics + (tile * kStripRows + warp_row() + thread_row()) * 2;
   }
@@ -48,7 +50,7 @@ class State {
   float *o_, *rows_;
 };
 
-// Rows of K or V of a key block; those after the end become zeros.
+// Starts the loads of the rows of K or V of a key block. Rows after the last key become zeros.
 template <class Type, int columns>
 __device__ __forceinline__ void start_keys(u32 to, const StridedTensor& t, int dim, int batch, int head, int key,
                                            int count) {
@@ -57,7 +59,7 @@ __device__ __forceinline__ void start_keys(u32 to, const StridedTensor& t, int d
   });
 }
 
-// Algorithm 2, lines 10 to 15, of a row block and a key block, from O, l and m of the key blocks before.
+// Algorithm 2, lines 10 to 15, for a row block and a key block: updates O, l and m of the previous key blocks.
 __device__ __forceinline__ void attend(const Fa1Params& p, const Lengths& n, const Queries& q, u32 k, int row,
                                        int key_tile, float (&O)[1][kValueDim / 2], Rows& rows) {
   float S[1][kBlockKeys / 2];
@@ -75,7 +77,7 @@ __device__ __forceinline__ void attend(const Fa1Params& p, const Lengths& n, con
     max1 = fmaxf(max1, fmaxf(S[0][i + 2], S[0][i + 3]));
   }
 #pragma unroll
-  for (int i = 0; i < kValueDim / 2; ++i) O[0][i] *= rows.sum[i >> 1 & 1];  // as it was before the division by l
+  for (int i = 0; i < kValueDim / 2; ++i) O[0][i] *= rows.sum[i >> 1 & 1];  // O is normalized in memory
   const float c = score_factor(p);
   rescale<false>(O[0], rows, max0, max1, c);
   float sum0, sum1;
@@ -95,8 +97,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     fulgur_fa1_forward(const __grid_constant__ Fa1Params p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
   const u32 k = smem + kLayout.stages;
-  const int head_of_all = int(blockIdx.x) / p.slices;
-  const QTile at = {0, head_of_all % p.hq, head_of_all / p.hq, -1};
+  const int batch_head = int(blockIdx.x) / p.slices;
+  const QTile at = {0, batch_head % p.hq, batch_head / p.hq, -1};
   const Lengths n = lengths_of(p, at.batch);
   const int first = int(blockIdx.x) % p.slices * p.slice_tiles;
   const RowTiles mine = {first, min(first + p.slice_tiles, (n.sq + kStripRows - 1) / kStripRows)};
@@ -109,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
 #pragma unroll
   for (int i = 0; i < kValueDim / 2; ++i) O[0][i] = 0;
   for (int tile = mine.begin; tile < mine.end; ++tile)
-    State(p, head_of_all, tile).store(O[0], rows_without_keys());  // line 3
+    State(p, batch_head, tile).store(O[0], rows_without_keys());  // line 3
 
 #pragma unroll 1
   for (int key_tile = 0; key_tile * kBlockKeys < n.sk; ++key_tile) {  // line 6
@@ -118,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     const int end = min(mine.end, seeing.end);
     int tile = max(mine.begin, seeing.begin);
     if (tile >= end) continue;
-    __syncthreads();  // all are done with the key block before
+    __syncthreads();  // all warps have read the previous key block
     start_keys<ElementK, kHeadDim>(k, p.k, p.d, at.batch, at.head / p.group, key, n.sk);  // line 7
     start_keys<ElementV, kValueDim>(k + kLayout.k_bytes, p.v, p.dv, at.batch, at.head / p.group, key, n.sk);
     start_rows(tile);
@@ -127,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
       async_copy_wait<0>();
       __syncthreads();
       if (tile + 1 < end) start_rows(tile + 1);
-      const State state(p, head_of_all, tile);
+      const State state(p, batch_head, tile);
       state.load(O[0], rows);  // line 9
       const Queries q(smem + tile % 2 * fa1_second_q(kLayout), 0);
       attend(p, n, q, k, tile * kStripRows, key_tile, O, rows);
@@ -138,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
   __syncthreads();
 #pragma unroll 1
   for (int tile = mine.begin; tile < mine.end; ++tile) {  // line 19
-    State(p, head_of_all, tile).load(O[0], rows);
+    State(p, batch_head, tile).load(O[0], rows);
     const Place place = {tile * kStripRows, at.head, at.batch, -1};
     const int row = place.row + int(warp_row());
     if (row >= n.sq) continue;

@@ -1,9 +1,9 @@
 // A product of standard attention (FlashAttention, algorithms 0 and 3): C = scale A B for every head, with A, B and C
-// in memory, by mma.sync, ldmatrix and cp.async. All of its products are this one: S = Q K^T, O = P V, dV = P^T dO,
-// dP = dO V^T, dQ = dS K and dK = dS^T Q.
+// in memory, by mma.sync, ldmatrix and cp.async. It computes all products of standard attention: S = Q K^T, O = P V,
+// dV = P^T dO, dP = dO V^T, dQ = dS K and dK = dS^T Q.
 //
-// A CTA computes 128 rows and kColumns columns of C; two buffers of A and B, of 64 columns and rows, pass through
-// shared memory. A warp has 32 rows and half of the columns.
+// A CTA computes a tile of 128 rows and kColumns columns of C, a warp 32 rows and half of the columns of it. Tiles of
+// 64 columns of A and 64 rows of B are loaded into two stages of shared memory.
 #include "attention/fragment_store.cuh"
 #include "device/math.cuh"
 #include "device/schedule.cuh"
@@ -13,7 +13,7 @@
 enum : int {
   kThreads = 256,
   kRows = 128,
-  kDepth = 64,  // columns of A at a time: of a panel
+  kDepth = 64,  // columns of A of a stage: those of a panel
   kWarpColumns = kColumns / 2,
   kABytes = kRows * kPanelRowBytes,
   kBBytes = kColumns * kPanelRowBytes,
@@ -22,23 +22,24 @@ enum : int {
 
 using Memory = ElementQ::Memory;
 
-// A tile of `outer` rows of A, or columns of B, from `first` on of `count`, and of kDepth columns of A from `at` on.
+// Starts the loads of a tile of A or B into a stage: `outer` rows of A, or columns of B, from `first` on, of which
+// there are `count`, and kDepth columns of A, or rows of B, from `at` on, of which there are `depth`.
 template <int outer, bool depth_is_row>
 __device__ __forceinline__ void start_tile(u32 to, const StridedTensor& t, int batch, int head, int first, int count,
                                            int at, int depth) {
   const Memory* const from = row_of<ElementQ>(t, batch, 0, head);
-  if constexpr (depth_is_row) {  // kDepth rows of `outer` columns, in panels of 64
+  if constexpr (depth_is_row) {  // memory has kDepth rows of `outer` columns; shared memory panels of 64 columns
     copy_rows<ElementQ, kThreads, kDepth, outer, false>(to, t.data, count - first, [&](int i) {
       return at + i < depth ? from + (at + i) * t.row + first : nullptr;
     });
-  } else {  // `outer` rows of kDepth columns, a panel
+  } else {  // memory has `outer` rows of kDepth columns: one panel
     copy_rows<ElementQ, kThreads, outer, kDepth, false>(to, t.data, depth - at, [&](int i) {
       return first + i < count ? from + (first + i) * t.row + at : nullptr;
     });
   }
 }
 
-// 16 rows of A, from `row` on, and 16 of its columns, from 16 * step on.
+// The fragment of 16 rows of A, from `row` on, and 16 columns, from 16 * step on.
 __device__ __forceinline__ void load_a(u32 tile, int row, int step, u32 (&a)[4]) {
   const u32 lane = lane_of_warp();
   if constexpr (kTransposedA) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void load_a(u32 tile, int row, int step, u32 (&a)[4])
   }
 }
 
-// 16 columns of B, from `column` on, and 16 of its rows.
+// The fragment of 16 columns of B, from `column` on, and 16 rows, from 16 * step on.
 __device__ __forceinline__ void load_b(u32 tile, int column, int step, u32 (&b)[4]) {
   const u32 lane = lane_of_warp();
   if constexpr (kTransposedB) {
@@ -61,8 +62,8 @@ __device__ __forceinline__ void load_b(u32 tile, int column, int step, u32 (&b)[
   }
 }
 
-// Stores the scores of a query, r (half 0) or r + 8, of this thread's columns from `key` on: -inf where it does not see
-// the key.
+// Stores this thread's scores of one query with the keys from `key` on; -inf for keys that the query does not see.
+// `half`: 0 for the first of the thread's two rows, 1 for the second.
 __device__ __forceinline__ void store_scores(const float (&S)[kWarpColumns / 2], const ProductParams& p, int batch,
                                              int head, int query, int key, int half) {
   if (query >= p.m) return;
@@ -82,23 +83,23 @@ extern __shared__ __align__(1024) unsigned char raw[];
 
 extern "C" __global__ void __launch_bounds__(kThreads, 2) fulgur_product(const __grid_constant__ ProductParams p) {
   const u32 smem = u32(__cvta_generic_to_shared(raw));
-  const int columns_of_tiles = (p.n + kColumns - 1) / kColumns;
-  const int rows_of_tiles = (p.m + kRows - 1) / kRows;
-  const int of_head = int(blockIdx.x) % (columns_of_tiles * rows_of_tiles);
-  const int head = int(blockIdx.x) / (columns_of_tiles * rows_of_tiles) % p.heads;
-  const int batch = int(blockIdx.x) / (columns_of_tiles * rows_of_tiles) / p.heads;
-  const int column = of_head % columns_of_tiles * kColumns;
-  const int row = of_head / columns_of_tiles * kRows;
+  const int column_tiles = (p.n + kColumns - 1) / kColumns;
+  const int row_tiles = (p.m + kRows - 1) / kRows;
+  const int tile_of_head = int(blockIdx.x) % (column_tiles * row_tiles);
+  const int head = int(blockIdx.x) / (column_tiles * row_tiles) % p.heads;
+  const int batch = int(blockIdx.x) / (column_tiles * row_tiles) / p.heads;
+  const int column = tile_of_head % column_tiles * kColumns;
+  const int row = tile_of_head / column_tiles * kRows;
 
-  const int steps_of_head = (p.depth + kDepth - 1) / kDepth;
-  const int steps = steps_of_head * p.sums;
+  const int product_steps = (p.depth + kDepth - 1) / kDepth;
+  const int steps = product_steps * p.summed;
   const auto start = [&](int step) {
     if (step < steps) {
       const u32 to = smem + step % 2 * kStageBytes;
-      const int of_product = head * p.sums + step / steps_of_head;
-      const int at = step % steps_of_head * kDepth;
-      start_tile<kRows, kTransposedA>(to, p.a, batch, of_product / p.a_group, row, p.m, at, p.depth);
-      start_tile<kColumns, !kTransposedB>(to + kABytes, p.b, batch, of_product / p.b_group, column, p.n, at, p.depth);
+      const int product = head * p.summed + step / product_steps;
+      const int at = step % product_steps * kDepth;
+      start_tile<kRows, kTransposedA>(to, p.a, batch, product / p.a_group, row, p.m, at, p.depth);
+      start_tile<kColumns, !kTransposedB>(to + kABytes, p.b, batch, product / p.b_group, column, p.n, at, p.depth);
     }
     async_copy_commit();
   };

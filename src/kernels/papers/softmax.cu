@@ -1,7 +1,7 @@
-// P = softmax(S) row by row in memory, and LSE (FlashAttention, algorithm 0, line 2). A warp has a row.
+// P = softmax(S) row by row in memory, and LSE (FlashAttention, algorithm 0, line 2). A warp computes a row.
 #include "papers/softmax_rows.cuh"
 
-extern "C" __global__ void __launch_bounds__(32 * kRowsOfCta) fulgur_softmax(const __grid_constant__ SoftmaxParams p) {
+extern "C" __global__ void __launch_bounds__(32 * kCtaRows) fulgur_softmax(const __grid_constant__ SoftmaxParams p) {
   constexpr float kLog2e = 1.44269504f;
   const RowOfWarp at(p);
   if (at.row >= p.rows) return;
@@ -9,9 +9,9 @@ extern "C" __global__ void __launch_bounds__(32 * kRowsOfCta) fulgur_softmax(con
   float m = -infinity();
   for_each_chunk(p.sk, [&](int first) {
     if (first >= p.sk) return;
-    const Scores s = load_pack<kOfLane>(S + first);
+    const Scores s = load_pack<kLaneElements>(S + first);
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i)
+    for (int i = 0; i < kLaneElements; ++i)
       if (first + i < p.sk) m = fmaxf(m, s.x[i]);
   });
   m = max_of_warp(m);
@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(32 * kRowsOfCta) fulgur_softmax(con
   float l = 0;
   for_each_chunk(p.sk, [&](int first) {
     if (first >= p.sk) return;
-    const Scores s = load_pack<kOfLane>(S + first);
+    const Scores s = load_pack<kLaneElements>(S + first);
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i)
+    for (int i = 0; i < kLaneElements; ++i)
       if (first + i < p.sk) l += exponential(s.x[i]);
   });
   l = sum_of_warp(l);
@@ -30,11 +30,11 @@ extern "C" __global__ void __launch_bounds__(32 * kRowsOfCta) fulgur_softmax(con
   Memory* const P = reinterpret_cast<Memory*>(p.s + at.row * p.stride);
   for_each_chunk(p.sk, [&](int first) {
     Scores s = {};
-    if (first < p.sk) s = load_pack<kOfLane>(S + first);
-    __syncwarp();  // what P takes the place of has been read
+    if (first < p.sk) s = load_pack<kLaneElements>(S + first);
+    __syncwarp();  // all lanes have read the chunks of S that P replaces
     Chunk chunk;
 #pragma unroll
-    for (int i = 0; i < kOfLane; ++i) chunk.x[i] = from_f32<ElementQ::kType>(exponential(s.x[i]) * scale);
+    for (int i = 0; i < kLaneElements; ++i) chunk.x[i] = from_f32<ElementQ::kType>(exponential(s.x[i]) * scale);
     if (first < p.sk) store_pack(P + first, chunk);
   });
   if (p.lse != nullptr && threadIdx.x % 32 == 0)

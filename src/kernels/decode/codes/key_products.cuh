@@ -91,10 +91,10 @@ class KeyProducts {
           load_shared_matrices(Steps::Chunks::place(k, key + lane, step * Steps::kChunks + i), loaded);
 #pragma unroll
           for (int matrix = 0; matrix < 4; ++matrix) {
-            u32 numbers[CodesOfK::kOfHalf];
+            u32 numbers[CodesOfK::kCodesPerHalf];
             CodesOfK::numbers(loaded[matrix], numbers);
 #pragma unroll
-            for (int j = 0; j < CodesOfK::kOfHalf; ++j) x[matrix][i * CodesOfK::kOfHalf + j] = numbers[j];
+            for (int j = 0; j < CodesOfK::kCodesPerHalf; ++j) x[matrix][i * CodesOfK::kCodesPerHalf + j] = numbers[j];
           }
         }
 #pragma unroll

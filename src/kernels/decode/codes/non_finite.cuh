@@ -12,7 +12,7 @@ struct CodedValues {
 
   // The address of the word that has the code of a column.
   __device__ __forceinline__ u32 word_place(int key, int column) const {
-    constexpr int kColumns = 8 * CodesOfV::kOfHalf;
+    constexpr int kColumns = 8 * CodesOfV::kCodesPerHalf;
     return CodeChunks<kOfV>::place(v, key, column / kColumns) + CodesOfV::place(column % kColumns).word * 4;
   }
   // The 16 bits that have the code of a column, in their half of a word.
@@ -43,20 +43,20 @@ struct CodedValues {
     }
     for (int i = lane; i < kNumbers; i += 32) finite = finite && is_finite(scale(i, key));
     if constexpr (is_block(StoredV::kType)) return finite;  // their codes are integers
-    for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf)
+    for (int column = lane * 2 * CodesOfV::kCodesPerHalf; column < kValueDim; column += 64 * CodesOfV::kCodesPerHalf)
       finite = finite && CodesOfV::is_finite(load_shared(word_place(key, column)));
     return finite;
   }
 
   // What a column of a key adds to O where it is NaN or infinity, else 0.
   __device__ __forceinline__ float addend(int key, int column) const {
-    constexpr int kOfHalf = CodesOfV::kOfHalf;
-    u32 x[kOfHalf];
+    constexpr int kCodesPerHalf = CodesOfV::kCodesPerHalf;
+    u32 x[kCodesPerHalf];
     CodesOfV::numbers(codes(key, column), x);
-    const CodesOfV::Place at = CodesOfV::place(column % (8 * kOfHalf));
+    const CodesOfV::Place at = CodesOfV::place(column % (8 * kCodesPerHalf));
     u32 pair = 0;
 #pragma unroll
-    for (int j = 0; j < kOfHalf; ++j)
+    for (int j = 0; j < kCodesPerHalf; ++j)
       if (at.number == j) pair = x[j];
     float number = at.half == 1 ? CodesOfV::Number::high(pair) : CodesOfV::Number::low(pair);
     number = number * CodesOfV::scale(at.number) - CodesOfV::kBias;
@@ -78,7 +78,7 @@ struct CodedValues {
         clear_scale<kZeroOfV>(scales, key, i - kVScales);
     }
     if constexpr (is_block(StoredV::kType)) return;
-    for (int column = lane * 2 * CodesOfV::kOfHalf; column < kValueDim; column += 64 * CodesOfV::kOfHalf) {
+    for (int column = lane * 2 * CodesOfV::kCodesPerHalf; column < kValueDim; column += 64 * CodesOfV::kCodesPerHalf) {
       const u32 at = word_place(key, column);
       store_shared(at, int(CodesOfV::finite(load_shared(at))));
     }

@@ -7,8 +7,8 @@
 // The column of V of a thread's `i`-th element of O in eight rows. -1: it has none, as its code is the scale of a
 // block, or lies before the first block or after the last. `pairs_before`: as in pairs_before_values.
 __device__ __forceinline__ int output_column(int i, int pairs_before) {
-  constexpr int kOfHalf = CodesOfV::kOfHalf;
-  const int chunk = i / 2 / kOfHalf, number = i / 2 % kOfHalf, row = int(thread_row());
+  constexpr int kCodesPerHalf = CodesOfV::kCodesPerHalf;
+  const int chunk = i / 2 / kCodesPerHalf, number = i / 2 % kCodesPerHalf, row = int(thread_row());
   if constexpr (is_block(StoredV::kType)) {
     constexpr int kBlockPairs = block_bytes(StoredV::kType) / 2;
     const int first = first_block(StoredV::kType, chunk);
@@ -18,12 +18,12 @@ __device__ __forceinline__ int output_column(int i, int pairs_before) {
     return pair < 0 || block * kBlockColumns >= kValueDim ? -1
                                                           : block * kBlockColumns + CodesOfV::column_of(pair, number);
   }
-  return chunk * 8 * kOfHalf + CodesOfV::column_of(row, number);
+  return chunk * 8 * kCodesPerHalf + CodesOfV::column_of(row, number);
 }
 
 // Whether output_column may be one of kExchangeColumns columns from `first` on.
 __device__ constexpr bool may_be_column(int i, int first) {
-  const int chunk = i / 2 / CodesOfV::kOfHalf;
+  const int chunk = i / 2 / CodesOfV::kCodesPerHalf;
   if (!is_block(StoredV::kType)) return i >= first / 4 && i < first / 4 + kExchangeColumns / 4;
   return first_block(StoredV::kType, chunk) * kBlockColumns < first + kExchangeColumns &&
          (last_block(StoredV::kType, kValueDim, chunk) + 1) * kBlockColumns > first;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void finish(const DecodeParams& p, const WorkTile& ti
         };
         float offset = offset_of(first);
         if (last > first && int(thread_row()) > first + pairs_before) offset = offset_of(last);
-        o = __fmaf_rn(o, CodesOfV::scale(j / 2 % CodesOfV::kOfHalf), -offset);
+        o = __fmaf_rn(o, CodesOfV::scale(j / 2 % CodesOfV::kCodesPerHalf), -offset);
       }
       if (kCodesV && kVScales == 0 && sum != 0) o *= sequence_scale;
     }

@@ -9,14 +9,14 @@ using QueryNumber = ElementType<kCodesQ ? kF16 : StoredQ::kType>;
 
 // Where the codes of K have a column, in its 16 bytes or in its block.
 __device__ __forceinline__ CodesOfK::Place code_place(int column) {
-  return CodesOfK::place(column % (is_block(StoredK::kType) ? int(kBlockColumns) : 8 * CodesOfK::kOfHalf));
+  return CodesOfK::place(column % (is_block(StoredK::kType) ? int(kBlockColumns) : 8 * CodesOfK::kCodesPerHalf));
 }
 
 // The place of a column of Q in the order of products: a lane's word has columns in both halves, and a product takes
 // two columns of each lane. `pairs_before`: how many pairs of bytes come before the first block in the first 16 bytes
 // of a row of K (BlockRows::begin).
 __device__ __forceinline__ int query_column(int column, int pairs_before) {
-  constexpr int kOfHalf = CodesOfK::kOfHalf, kColumns = 8 * kOfHalf;
+  constexpr int kCodesPerHalf = CodesOfK::kCodesPerHalf, kColumns = 8 * kCodesPerHalf;
   if constexpr (is_block(StoredK::kType)) {
     const int block = column / kBlockColumns;
     const CodesOfK::Place at = code_place(column);

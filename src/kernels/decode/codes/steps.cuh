@@ -20,7 +20,7 @@ struct CodeChunks {
     kRowBytes = tensor == kOfK ? kKRowBytes : kVRowBytes,  // of a panel
     kPanelChunks = kRowBytes / 16,
     kPitch = kHeads > 1 ? int(RowsOfHeads<tensor>::kPitch) : int(BlockRows<tensor>::kStride),
-    kCount = kIsBlocks ? chunks_of_blocks(kType, kColumns) : kColumns / (8 * CodesOf::kOfHalf),
+    kCount = kIsBlocks ? chunks_of_blocks(kType, kColumns) : kColumns / (8 * CodesOf::kCodesPerHalf),
   };
   // The place of a chunk of a key, in the tile at `rows`.
   static __device__ __forceinline__ u32 place(u32 rows, u32 key, int chunk) {
@@ -37,9 +37,9 @@ struct CodeSteps {
   using Chunks = CodeChunks<tensor>;
   using CodesOf = typename Chunks::CodesOf;
   enum : int {
-    kChunks = CodesOf::kOfHalf == 1 ? 2 : 1,  // of a step
-    kWords = kChunks * CodesOf::kOfHalf,      // of f16, of a lane and eight keys
-    kProducts = kWords / 2,                   // of a step
+    kChunks = CodesOf::kCodesPerHalf == 1 ? 2 : 1,  // of a step
+    kWords = kChunks * CodesOf::kCodesPerHalf,      // of f16, of a lane and eight keys
+    kProducts = kWords / 2,                         // of a step
     kCount = Chunks::kCount / kChunks,
     kGroups = max_of(scale_count(tensor), 1),
     kGroupColumns = Chunks::kColumns / kGroups,
@@ -74,7 +74,7 @@ enum : int {
   kKeyMatrices = kBlockKeys / 8,        // matrices of eight keys that ldmatrix reads of a tile
   kRowTiles = kHeadRows <= 8 ? 1 : 2,   // products of eight rows of Q each, which cover the rows of a warp
   kScores = kBlockKeys / 4,             // scores of a thread in a product's eight rows, and its elements of O
-  kOutputs = CodeChunks<kOfV>::kCount * CodesOfV::kOfHalf * 2,
+  kOutputs = CodeChunks<kOfV>::kCount * CodesOfV::kCodesPerHalf * 2,
 };
 
 static_assert(kBlockKeys % 32 == 0 && (kWarpGroups > 1 || kHeads > 1));

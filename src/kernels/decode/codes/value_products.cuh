@@ -115,10 +115,10 @@ __device__ __forceinline__ void multiply_values(float (&O)[kRowTiles][kOutputs],
         load_shared_matrices_transposed(Steps::Chunks::place(v, key + lane, step * Steps::kChunks + i), loaded);
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
-          u32 numbers[CodesOfV::kOfHalf];
+          u32 numbers[CodesOfV::kCodesPerHalf];
           CodesOfV::numbers(loaded[matrix], numbers);
 #pragma unroll
-          for (int j = 0; j < CodesOfV::kOfHalf; ++j) x[matrix][i * CodesOfV::kOfHalf + j] = numbers[j];
+          for (int j = 0; j < CodesOfV::kCodesPerHalf; ++j) x[matrix][i * CodesOfV::kCodesPerHalf + j] = numbers[j];
         }
       }
 #pragma unroll
