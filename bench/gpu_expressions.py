@@ -127,7 +127,7 @@ def map_microseconds(run):
             run()
         torch.cuda.synchronize()
     ranges = sorted((e.time_range for e in profile.events()
-                     if any(name in e.name for name in ("fused_map", "panel_hulls", "tile_map", "map_of_rows"))),
+                     if any(name in e.name for name in ("fused_map", "node_hulls", "tile_map", "map_of_rows"))),
                     key=lambda r: r.start)
     count = len(ranges) // runs
     return min((ranges[i + count - 1].end - ranges[i].start for i in range(0, len(ranges), count or 1)), default=0)

@@ -109,53 +109,53 @@ class Printer {
            fmt::format(kFunction, "int", "expression_element", elements);
   }
 
-  /// Functions that classify tiles of a mask: the values of its panels
-  /// (kernels/maps/panel_hulls.cuh), and the hull of the mask in a tile by the hulls of panels.
+  /// Functions that classify tiles of a mask: the values of its row nodes and key nodes
+  /// (kernels/maps/node_hulls.cuh), and the hull of the mask in a tile, from the hulls of these.
   MaskHullsText hulls(const StagedGraph& staged) {
     MaskHullsText to;
     std::vector<bool> needed(graph_.nodes.size());
-    std::vector<int> panels[2], uniform;  // of rows and of keys
+    std::vector<int> one_sided[2], uniform;  // one_sided: row nodes and key nodes
     needed[staged.call.mask] = true;
     for (int n = staged.call.mask; n >= 0; --n) {
       if (!needed[n]) continue;
       const Stage stage = staged.stages[n];
       if (stage == Stage::kUniform && !is_divisor(n)) uniform.push_back(n);
-      if (stage == Stage::kRow) panels[0].push_back(n);
-      if (stage == Stage::kColumn) panels[1].push_back(n);
+      if (stage == Stage::kRow) one_sided[0].push_back(n);
+      if (stage == Stage::kColumn) one_sided[1].push_back(n);
       if (stage != Stage::kMixed) continue;
       for (int i = 0; i < node(n).count; ++i) needed[node(n).operands[i]] = true;
     }
     constexpr const char* kNames[] = {"row", "key"};
-    std::string of_panels[2];
+    std::string side_hulls[2];
     for (const int i : {0, 1}) {
       std::string values;
-      for (size_t at = 0; at < panels[i].size(); ++at) {
-        const int n = panels[i][at];
-        values += fmt::format("  values[{}] = panel_value(t{});\n", at, n);
-        of_panels[i] += fmt::format("  const Hull h{} = panel_hull({}, {}s[{}]);\n", n,
-                                    hull_type_text(node(n).type()), kNames[i], at);
+      for (size_t at = 0; at < one_sided[i].size(); ++at) {
+        const int n = one_sided[i][at];
+        values += fmt::format("  values[{}] = node_value(t{});\n", at, n);
+        side_hulls[i] += fmt::format("  const Hull h{} = node_hull({}, {}s[{}]);\n", n,
+                                     hull_type_text(node(n).type()), kNames[i], at);
       }
-      to.text += fmt::format("enum : int {{ k{}Panels = {} }};\n", i == 0 ? "Row" : "Key",
-                             panels[i].size());
+      to.text += fmt::format("enum : int {{ k{}Nodes = {} }};\n", i == 0 ? "Row" : "Key",
+                             one_sided[i].size());
       to.text += fmt::format(
           "template <class Place>\n__device__ __forceinline__ void expression_{}s(const Place& at, "
           "int* values) {{\n{}{}}}\n",
-          kNames[i], panels[i].empty() ? "" : statements(panels[i]), values);
+          kNames[i], one_sided[i].empty() ? "" : statements(one_sided[i]), values);
     }
     std::string body = uniform.empty() ? "" : statements(uniform);
     for (const int n : uniform) body += fmt::format("  const Hull h{} = hull_of(t{});\n", n, n);
-    body += of_panels[0] + of_panels[1];
+    body += side_hulls[0] + side_hulls[1];
     for (int n = 0; n <= staged.call.mask; ++n) {
       if (!needed[n] || staged.stages[n] != Stage::kMixed) continue;
       body += fmt::format("  const Hull h{} = {};\n", n, hull(n));
     }
     to.text += fmt::format(
-        "template <class Place, class Panels>\n__device__ __forceinline__ Hull "
-        "expression_hull(const Place& at, const Panels& rows, const Panels& keys) {{\n{}  return "
+        "template <class Place, class Hulls>\n__device__ __forceinline__ Hull "
+        "expression_hull(const Place& at, const Hulls& rows, const Hulls& keys) {{\n{}  return "
         "h{};\n}}\n",
         body, staged.call.mask);
-    to.row_panels = static_cast<int>(panels[0].size());
-    to.key_panels = static_cast<int>(panels[1].size());
+    to.row_nodes = static_cast<int>(one_sided[0].size());
+    to.key_nodes = static_cast<int>(one_sided[1].size());
     for (int n = staged.call.mask; n >= 0;
          --n) {  // from here on: every node that the mask depends on
       for (int i = 0; needed[n] && i < node(n).count; ++i) needed[node(n).operands[i]] = true;

@@ -9,10 +9,10 @@
 
 namespace fulgur::cuda {
 
-/// Device text that classifies the tiles of mask_mod (kernels/maps/panel_hulls.cuh).
+/// Device text that classifies the tiles of mask_mod (kernels/maps/node_hulls.cuh).
 struct MaskHullsText {
   std::string text;
-  int row_panels = 0, key_panels = 0;  ///< panels that the row decides, and the key
+  int row_nodes = 0, key_nodes = 0;
   bool of_heads = false, of_kv_heads = false,
        of_batch = false;  ///< whether the mask depends on them
 };

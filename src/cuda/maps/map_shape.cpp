@@ -21,7 +21,7 @@ bool may_fuse(const Problem& p, const MapTiles& tiles, int64_t max_rows) {
   const MaskHullsText mask = DeviceExpressions(p).mask_hulls();
   return std::max(shape.row_blocks, shape.key_tiles) <= kernels::kMaxFusedTiles &&
          std::min(shape.row_blocks, shape.key_tiles) > 0 &&
-         std::max(mask.row_panels, mask.key_panels) <= kernels::kMaxFusedPanels;
+         std::max(mask.row_nodes, mask.key_nodes) <= kernels::kMaxFusedNodes;
 }
 
 }  // namespace
@@ -71,8 +71,8 @@ kernels::SeenWords seen_words(const kernels::MapShape& shape, bool by_keys) {
 HullCounts hull_counts(const Problem& p, const kernels::MapShape& shape) {
   const MaskHullsText mask = DeviceExpressions(p).mask_hulls();
   const auto batches = int64_t{shape.batches};
-  return {batches * shape.heads * shape.row_blocks * mask.row_panels,
-          batches * shape.key_tiles * mask.key_panels};
+  return {batches * shape.heads * shape.row_blocks * mask.row_nodes,
+          batches * shape.key_tiles * mask.key_nodes};
 }
 
 }  // namespace fulgur::cuda

@@ -9,7 +9,7 @@ namespace fulgur::cuda {
 
 /// Which kernels make a map of tiles.
 enum class MapMethod {
-  kSeparate,  ///< one for the hulls of panels or the bits of a mask, then one for the map
+  kSeparate,  ///< one for the hulls of nodes or the bits of a mask, then one for the map
   kFused,     ///< one for both (kernels/maps/fused_map.cuh): fuses_map()
   kPrepare,   ///< the kernel that prepares the rows of a backward call: prepares_map()
 };
@@ -38,7 +38,7 @@ int64_t words_of_maps(const kernels::MapShape& shape, bool by_keys);
 /// The words of maps as kernels read them, without their address.
 kernels::SeenWords seen_words(const kernels::MapShape& shape, bool by_keys);
 
-/// Hulls of all panels in all blocks of rows, and in all tiles of keys.
+/// Hulls of row nodes in all blocks of rows, and of key nodes in all tiles of keys.
 struct HullCounts {
   int64_t rows = 0, keys = 0;
 };

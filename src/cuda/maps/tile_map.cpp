@@ -27,7 +27,7 @@ struct MapKernel {
 };
 
 constexpr MapKernel kHulls = {
-    "fulgur_panel_hulls", "launching the kernel of the intervals of mask_mod", 128, false,
+    "fulgur_node_hulls", "launching the kernel of the intervals of mask_mod", 128, false,
     [](const MapSizes& of) {
       if (of.hulls.rows + of.hulls.keys == 0) return int64_t{0};
       const int64_t warps =
@@ -145,7 +145,7 @@ TileMap::Parts TileMap::parts(const Problem& p, const KernelKey& key, const MapT
 int64_t TileMap::bytes(const Problem& p, const KernelKey& key, const MapTiles& tiles) {
   if (!key.maps_tiles) return 0;
   const Parts of = parts(p, key, tiles);
-  return of.mask_bytes + (of.hulls.rows + of.hulls.keys) * int64_t{sizeof(kernels::PanelHull)} +
+  return of.mask_bytes + (of.hulls.rows + of.hulls.keys) * int64_t{sizeof(kernels::NodeHull)} +
          (of.words + of.words_of_rows) * int64_t{sizeof(kernels::u64)};
 }
 
@@ -175,7 +175,7 @@ void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
   params.shape = shape_;
   params.mask = mask_;
   if (parts_.mask_bytes > 0) arguments.bits = params.expression.bits = mask_bits(mask_, memory);
-  params.row_hulls = reinterpret_cast<kernels::PanelHull*>(memory + parts_.mask_bytes);
+  params.row_hulls = reinterpret_cast<kernels::NodeHull*>(memory + parts_.mask_bytes);
   params.key_hulls = params.row_hulls + parts_.hulls.rows;
   params.words = reinterpret_cast<kernels::u64*>(params.key_hulls + parts_.hulls.keys);
   params.words_of_rows = params.words + parts_.words;

@@ -5,16 +5,16 @@
 #include "host_device/tile_map.h"
 
 // The value of a node as an int of the same order. Those of NaN lie outside of the infinities.
-__device__ __forceinline__ int panel_value(int x) { return x; }
-__device__ __forceinline__ int panel_value(bool x) { return x; }
-__device__ __forceinline__ int panel_value(float x) {
+__device__ __forceinline__ int node_value(int x) { return x; }
+__device__ __forceinline__ int node_value(bool x) { return x; }
+__device__ __forceinline__ int node_value(float x) {
   const int bits = __float_as_int(x);
   return bits ^ (bits >> 31 & 0x7fffffff);
 }
 
-__device__ __forceinline__ Hull panel_hull(HullType type, const PanelHull& of) {
+__device__ __forceinline__ Hull node_hull(HullType type, const NodeHull& of) {
   if (type != kFloatHull) return {double(of.low), double(of.high), false, of.hashes};
-  const int low = panel_value(-infinity()), high = panel_value(infinity());
+  const int low = node_value(-infinity()), high = node_value(infinity());
   if (of.low < low || of.high > high) return {};
   const auto number = [](int value) { return double(__int_as_float(value ^ (value >> 31 & 0x7fffffff))); };
   return {number(of.low), number(of.high), false};

@@ -1,6 +1,6 @@
 // Interval arithmetic for expressions: a hull is the interval of the values of a node, and each operation computes the
 // hull of its result from those of its operands. So a tile of scores is known to be hidden or shown whole without
-// computing each score. Used on the host by expression/hulls.h, on the device by maps/panel_hulls.cuh.
+// computing each score. Used on the host by expression/hulls.h, on the device by maps/node_hulls.cuh.
 #pragma once
 #include "host_device/host_device.h"
 #ifndef __CUDACC__

@@ -24,9 +24,9 @@
 
 namespace fulgur::kernels {
 
-// The hull of a panel (maps/panel_hulls.cuh): the interval of its values in a block of rows or a tile of keys, as ints
-// that are ordered like the values, and the set of the 6-bit hashes of integers.
-struct PanelHull {
+// The hull of a row node or key node (maps/node_hulls.cuh): the interval of its values in a block of rows or a tile of
+// keys, as ints that are ordered like the values, and the set of the 6-bit hashes of integers.
+struct NodeHull {
   int low, high;
   u64 hashes;
 };
@@ -43,9 +43,8 @@ FULGUR_SHARED int map_words(int tiles) { return (tiles + 31) / 32; }
 // With the span of a block that has one.
 FULGUR_SHARED int block_words(int tiles) { return map_words(tiles) + (map_words(tiles) > kWordsAtOnce); }
 
-// Fused maps: blocks of a CTA, and the maxima of tiles of a block, and of panels of rows or of keys, with which a map
-// may be fused.
-enum : int { kFusedBlocks = 4, kMaxFusedTiles = 256, kMaxFusedPanels = 4 };
+// Fused maps: blocks of a CTA, the max number of tiles of a block, and the max number of row nodes or key nodes.
+enum : int { kFusedBlocks = 4, kMaxFusedTiles = 256, kMaxFusedNodes = 4 };
 FULGUR_SHARED int fused_map_ctas(const MapShape& of, bool by_keys, bool of_both) {
   const int keys = (of.key_tiles + kFusedBlocks - 1) / kFusedBlocks;
   const int rows = (of.row_blocks + kFusedBlocks - 1) / kFusedBlocks;
@@ -57,8 +56,8 @@ FULGUR_SHARED int fused_map_ctas(const MapShape& of, bool by_keys, bool of_both)
 struct TileMapParams : AttentionParams {
   fulgur::kernels::MapShape shape;
   fulgur::kernels::MaskShape mask;        // kMaskBits
-  fulgur::kernels::PanelHull* row_hulls;  // [batches][heads][row blocks][kRowPanels], not of a fused map
-  fulgur::kernels::PanelHull* key_hulls;  // [batches][key tiles][kKeyPanels], likewise
+  fulgur::kernels::NodeHull* row_hulls;  // [batches][heads][row blocks][kRowNodes], not of a fused map
+  fulgur::kernels::NodeHull* key_hulls;  // [batches][key tiles][kKeyNodes], likewise
   fulgur::kernels::u64* words;            // of the map, from the first block's span on where blocks have one
   fulgur::kernels::u64* words_of_rows;    // kMapOfRows: of the map by rows
 };

@@ -210,7 +210,7 @@ TEST_F(OnFakeGpu, MapsOfShortCallsAreMadeWhileRowsArePrepared) {
             of_both.map.words + int64_t{of_both.map.block} * of_both.map_shape.key_tiles);
 
   const std::vector<FakeLaunch> before = launched(40000, false);
-  EXPECT_STREQ(before[0].kernel, "fulgur_panel_hulls");
+  EXPECT_STREQ(before[0].kernel, "fulgur_node_hulls");
   EXPECT_STREQ(before[1].kernel, "fulgur_tile_map");
   EXPECT_STREQ(before[2].kernel, "fulgur_backward_prepare");
   EXPECT_EQ(before[2].grid_y, 2u);

@@ -353,7 +353,7 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
 }
 
-// The hulls of panels, then the map, then the kernel that reads it.
+// The hulls of row nodes and key nodes, then the map, then the kernel that reads it.
 TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
   ForwardCall call = forward_call({.sq = 1000, .sk = 5000, .hq = 8, .hk = 2});
   const auto run = [&](const char* mask) {
@@ -361,7 +361,7 @@ TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
     state_->launches.clear();
     fulgur::plan(call.args, call.options).run(placed(call.args, kBase), call.run);
     ASSERT_EQ(state_->launches.size(), 3u);
-    EXPECT_STREQ(state_->launches[0].kernel, "fulgur_panel_hulls");
+    EXPECT_STREQ(state_->launches[0].kernel, "fulgur_node_hulls");
     EXPECT_STREQ(state_->launches[1].kernel, "fulgur_tile_map");
     EXPECT_STREQ(state_->launches[2].kernel, "fulgur_forward");
   };

@@ -59,7 +59,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_backward_sinks", sizeof(BackwardParams)},
     {"fulgur_backward_reduce", sizeof(BackwardParams)},
     {"fulgur_backward_repair", sizeof(BackwardParams)},
-    {"fulgur_panel_hulls", sizeof(TileMapParams)},
+    {"fulgur_node_hulls", sizeof(TileMapParams)},
     {"fulgur_pack_mask", sizeof(TileMapParams)},
     {"fulgur_tile_map", sizeof(TileMapParams)},
     {"fulgur_fused_map", sizeof(TileMapParams)},

@@ -1,25 +1,26 @@
-// Which tiles of S mask_mod shows, by interval arithmetic. A panel is a node of mask_mod whose value only the row, or
-// only the key, decides. It is computed for each row or key, and its hull is the interval of its values in a block of
-// rows or a tile of keys. The nodes that depend on both are computed by the hulls of their operands once for each tile
-// (host_device/hull.h).
+// Which tiles of S mask_mod shows, by interval arithmetic. A row node is a node of mask_mod whose value depends on the
+// row only, a key node one whose value depends on the key only. Row nodes are computed for each row and key nodes for
+// each key; the hull of a node is the interval of its values in a block of rows or a tile of keys. The hulls of nodes
+// that depend on both are computed from the hulls of their operands, once for each tile (host_device/hull.h).
 #pragma once
 #include "kernel_config.h"  // which has functions for attention/hulls.cuh
 #include "attention/hulls.cuh"
 #include "maps/map_words.cuh"
 
-// Rows of a block and keys of a tile that a lane has.
+// Rows of a block and keys of a tile that a lane computes.
 constexpr int kRowsOfLane = ((kBlockStrips > 0 ? kStripRows * kBlockStrips : +kBlockRows) + 31) / 32;
 constexpr int kKeysOfLane = (kBlockKeys + 31) / 32;
 
-// Stores the hulls of the panels of `blocks` blocks, or tiles of keys, by a warp, which loads the values of all of them
-// before it reduces the first. values(row or key, x) computes the panels of one, range(n) says which rows or keys the
-// n-th block has, maybe none, and to(n) where its hulls go, unless it is null. A lane without a row or key of its own
-// repeats the last one, which changes no hull.
-template <int panels, int of_lane, int blocks, class Values, class Range, class To>
+// Stores the hulls of the row nodes of `blocks` blocks of rows, or of the key nodes of as many tiles of keys. A warp
+// computes them; it loads the values of all blocks before it reduces the first. values(row or key, x) computes the
+// nodes of a row or key, range(n) returns the rows or keys of the n-th block, which may be none, and to(n) the address
+// of its hulls; they are not stored if it is null. A lane without a row or key of its own repeats the last one, which
+// changes no hull.
+template <int nodes, int of_lane, int blocks, class Values, class Range, class To>
 __device__ __forceinline__ void store_hulls(const Values& values, const Range& range, const To& to) {
-  if constexpr (panels > 0) {
+  if constexpr (nodes > 0) {
     const int lane = threadIdx.x % 32;
-    int x[blocks][of_lane][panels];
+    int x[blocks][of_lane][nodes];
 #pragma unroll
     for (int n = 0; n < blocks; ++n) {
       const RowRange of = range(n);
@@ -28,9 +29,9 @@ __device__ __forceinline__ void store_hulls(const Values& values, const Range& r
     }
 #pragma unroll
     for (int n = 0; n < blocks; ++n) {
-      PanelHull* const hulls = to(n);
+      NodeHull* const hulls = to(n);
 #pragma unroll
-      for (int i = 0; i < panels; ++i) {
+      for (int i = 0; i < nodes; ++i) {
         int low = x[n][0][i], high = low;
         u64 hashes = hash_of(low);
 #pragma unroll
@@ -52,33 +53,33 @@ __device__ __forceinline__ void store_hulls(const Values& values, const Range& r
 // The hulls of blocks of rows first, first + step, ... of a map, as far as they come before `end`.
 template <int blocks, class Params>
 __device__ __forceinline__ void store_row_hulls(const Params& p, const MapShape& of, int map, int first, int step,
-                                                int end, PanelHull* to) {
+                                                int end, NodeHull* to) {
   const int batch = map / of.heads, head = map % of.heads * of.heads_of_map;
   const Lengths n = lengths_of(p, batch);
-  store_hulls<kRowPanels, kRowsOfLane, blocks>(
+  store_hulls<kRowNodes, kRowsOfLane, blocks>(
       [&](int row, int* x) { expression_rows(expression_place(p, n, batch, head, row, 0), x); },
       [&](int i) { return rows_of_block(n, first + i * step); },
-      [&](int i) { return first + i * step < end ? to + i * step * kRowPanels : nullptr; });
+      [&](int i) { return first + i * step < end ? to + i * step * kRowNodes : nullptr; });
 }
 
 // The hulls of tiles of keys first, first + step, ... of a sequence, as far as they come before `end`.
 template <int tiles, class Params>
 __device__ __forceinline__ void store_key_hulls(const Params& p, int batch, int first, int step, int end,
-                                                PanelHull* to) {
+                                                NodeHull* to) {
   const Lengths n = lengths_of(p, batch);
-  store_hulls<kKeyPanels, kKeysOfLane, tiles>(
+  store_hulls<kKeyNodes, kKeysOfLane, tiles>(
       [&](int key, int* x) { expression_keys(expression_place(p, n, batch, 0, 0, key), x); },
       [&](int i) {
         const KeyRange keys = keys_of_tile(n, first + i * step);
         return RowRange{keys.begin, keys.end};
       },
-      [&](int i) { return first + i * step < end ? to + i * step * kKeyPanels : nullptr; });
+      [&](int i) { return first + i * step < end ? to + i * step * kKeyNodes : nullptr; });
 }
 
 // The state of a tile by the hulls of its block of rows and of its keys.
 template <class Params>
 __device__ __forceinline__ TileState tile_state(const Params& p, const MapShape& of, int map, int row_block,
-                                                int key_tile, const PanelHull* rows, const PanelHull* keys) {
+                                                int key_tile, const NodeHull* rows, const NodeHull* keys) {
   const int batch = map / of.heads, head = map % of.heads * of.heads_of_map;
   const Lengths n = lengths_of(p, batch);
   if (row_block >= of.row_blocks || key_tile >= of.key_tiles ||
