@@ -72,11 +72,11 @@ class Work {
 
   // With Options::invariant, nothing that decides in which order the sums of a row are taken may
   // look beyond the row's own sequence and its heads: not the schedule (its number of rows picks
-  // it), not where panels and tiles begin (at multiples of their size, counted from the sequence's
-  // first row and key), not which tiles need care for values that are not finite, not the parts of
-  // its keys. What threads and neighbours decide, the panels of a block and the heads of a decode
-  // task, is only what shares loads of K and V. Without `invariant`, neighbours and threads also
-  // decide how many parts a sequence is cut into.
+  // it), not where row tiles and key tiles begin (at multiples of their size, counted from the
+  // sequence's first row and key), not which tiles need care for values that are not finite, not
+  // the parts of its keys. What threads and neighbours decide, the row tiles of a block and the
+  // heads of a decode task, is only what shares loads of K and V. Without `invariant`, neighbours
+  // and threads also decide how many parts a sequence is cut into.
   void forward() const {
     std::vector<Item> items;
     std::vector<Merge> merges;

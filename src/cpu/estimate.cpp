@@ -18,12 +18,12 @@ double of_dims(const Speeds::OfDims& speed, const Problem& p) {
   return std::max(p.d, p.dv) <= 64 ? speed.narrow : speed.wide;
 }
 
-/// The work of a head in scores: those of the whole tiles that its panels visit, and the cost of
-/// its rows apart from their keys.
+/// The work of a head in scores: those of the whole key tiles that its row tiles visit, and the
+/// cost of its rows apart from their keys.
 double computed_scores(const Problem& p, const Kernels& k, const Sequence& s) {
   double n = static_cast<double>(s.sq * k.row_keys);
-  for (int64_t i = 0; i < s.sq; i += k.panel_rows) {
-    const int64_t end = std::min(s.sq, i + k.panel_rows);
+  for (int64_t i = 0; i < s.sq; i += k.Br) {
+    const int64_t end = std::min(s.sq, i + k.Br);
     const KeyRange keys = visible_keys(p.mask, s, i, end);
     if (keys.empty()) continue;
     const int64_t tiles_end = std::min(s.sk, ceil_div(keys.end, kBc) * kBc);
@@ -38,7 +38,7 @@ double packing(const CpuPlan& plan, const Kernels& k, int64_t rows) {
   const auto taken = [&](int64_t block_rows) {
     return 1 + static_cast<double>(k.packing_rows) / static_cast<double>(block_rows);
   };
-  return taken(std::min(plan.block_rows, rows)) / taken(k.panels * k.panel_rows);
+  return taken(std::min(plan.block_rows, rows)) / taken(k.row_tiles * k.Br);
 }
 
 /// The sum of the keys of all decode tasks.

@@ -86,9 +86,9 @@ double time_of_blocks(const Problem& p, const Kernels& k, int threads, int64_t b
 /// Plans to compute blocks of rows.
 void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* rejected,
                  CpuPlan& plan) {
-  // Long rows in half as many panels, so that a block's Q and O stay in the L2 cache.
-  const int64_t max_rows = (p.d + p.dv <= 256 ? k.panels : k.panels / 2) * k.panel_rows;
-  // Fewer panels a block where blocks would be too few to share out evenly; one thread shares
+  // Long rows in half as many row tiles, so that a block's Q and O stay in the L2 cache.
+  const int64_t max_rows = (p.d + p.dv <= 256 ? k.row_tiles : k.row_tiles / 2) * k.Br;
+  // Fewer row tiles a block where blocks would be too few to share out evenly; one thread shares
   // nothing out. Where lengths are known only when the plan runs, four blocks a thread will do.
   const int64_t heads = sequences_with_rows(p) * p.hk, rows = p.group() * p.sq;
   const auto few = [&](int64_t block_rows, int64_t tasks) {
@@ -99,10 +99,10 @@ void plan_blocks(const Problem& p, const Kernels& k, std::vector<std::string>* r
   };
   plan.block_rows = max_rows;
   if (!p.alike()) {
-    while (plan.block_rows > k.panel_rows && few(plan.block_rows, 4)) plan.block_rows /= 2;
+    while (plan.block_rows > k.Br && few(plan.block_rows, 4)) plan.block_rows /= 2;
   } else if (few(max_rows, 4)) {
     double min_time = time_of_blocks(p, k, plan.threads, max_rows);
-    for (int64_t r = max_rows / 2; r >= k.panel_rows && few(2 * r, 8); r /= 2) {
+    for (int64_t r = max_rows / 2; r >= k.Br && few(2 * r, 8); r /= 2) {
       const double time = time_of_blocks(p, k, plan.threads, r);
       if (time >= min_time) continue;
       min_time = time;
@@ -128,7 +128,7 @@ void plan_forward(const Problem& p, const Kernels& k, std::vector<std::string>* 
   if (decode) plan_decode(p, k, std::min(rows, plan.decode_rows), plan);
   if (blocks) plan_blocks(p, k, rejected, plan);
   if (!blocks) {
-    rejected->push_back(fmt::format("row panels: {} rows a kv head leave vectors empty", rows));
+    rejected->push_back(fmt::format("row tiles: {} rows a kv head leave vectors empty", rows));
   }
   if (!decode) {
     rejected->push_back(p.expressions.given()
@@ -255,7 +255,7 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
   CpuPlan plan;
   plan.threads = thread_count(threads);
   // A tile holds at most all queries of a head, with those of the other heads of its group.
-  plan.Br = std::clamp<int64_t>(p.sq, 1, k.panel_rows);
+  plan.Br = std::clamp<int64_t>(p.sq, 1, k.Br);
   const int64_t written = p.total_q + (p.pass == Pass::kBackward ? p.total_k : 0);
   if (written == 0) return plan;  // other sizes may be too large to multiply
   if (p.pass == Pass::kForward) {
@@ -265,7 +265,7 @@ CpuPlan make_plan(const Problem& p, int threads, const Kernels& k,
   }
   if (expressions != nullptr) {
     plan.expressions = ceil_div(plan.scratch, 16) * 16;
-    plan.scratch = plan.expressions + ExpressionLayout(*expressions, k.panel_rows).words;
+    plan.scratch = plan.expressions + ExpressionLayout(*expressions, k.Br).words;
   }
   return plan;
 }
@@ -291,7 +291,7 @@ Explanation describe(const CpuPlan& plan, const Kernels& k, const Problem& p) {
   }
   if (p.pass == Pass::kBackward) {
     e.details.add("splits", plan.splits);
-    say(fmt::format("key tiles outside, row panels inside: {} tiles a pass", kTiles));
+    say(fmt::format("key tiles outside, row tiles inside: {} tiles a pass", kTiles));
     say(fmt::format(
         "{} threads take {} parts of the keys of a kv head; dQ is added up in fixed order",
         plan.threads, plan.splits));

@@ -19,9 +19,9 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 /// backward pass is every `splits`-th group of key tiles, over all rows.
 struct CpuPlan {
   int threads = 1;
-  int64_t Br = 0;            ///< rows of a panel: a tile is a panel and Bc keys
+  int64_t Br = 0;            ///< rows of a row tile: a tile of S is a row tile and Bc keys
   int64_t Bc = kBc;          ///< keys of a tile
-  int64_t block_rows = 0;    ///< forward: rows of a block, a multiple of those of a panel
+  int64_t block_rows = 0;    ///< forward: rows of a block, a multiple of those of a row tile
   int64_t decode_rows = 0;   ///< forward: sequences of at most so many rows a kv head are decoded
   int64_t decode_heads = 1;  ///< kv heads of a decode task
   int64_t min_part = 0;      ///< the minimum keys of a decode task

@@ -210,14 +210,14 @@ TEST_P(PlanNumbers, TilesOfEachSequence) {
   EXPECT_EQ(status_of([&] { p.tiles(-1); }), Status::kInvalidArgument);
 }
 
-// The CPU engine masks a panel of rows at a time; few queries do not fill one, whatever their
+// The CPU engine masks a row tile at a time; few queries do not fill one, whatever their
 // heads.
-TEST(CpuTiles, ArePanels) {
-  const int64_t panel = cpu::machine().vectors.panel_rows;  // of f32
+TEST(CpuTiles, AreRowTiles) {
+  const int64_t full = cpu::machine().vectors.Br;  // of f32
   struct {
     int64_t sq, hq, Br;
-  } const cases[] = {{300, 2, panel}, {300, 8, panel}, {17, 2, std::min<int64_t>(17, panel)},
-                     {5, 8, 5},       {5, 2, 5},       {1, 8, 1}};
+  } const cases[] = {{300, 2, full}, {300, 8, full}, {17, 2, std::min<int64_t>(17, full)},
+                     {5, 8, 5},      {5, 2, 5},      {1, 8, 1}};
   for (const auto& [sq, hq, Br] : cases) {
     for (const bool backward : {false, true}) {
       const auto q = Tensor::contiguous(nullptr, DType::kF32, {1, sq, hq, 16}),

@@ -7,13 +7,13 @@
 namespace fulgur::test {
 namespace {
 
-constexpr int64_t kPanelRows = 32, kMaxRows = 32 * kPanelRows;
+constexpr int64_t kBr = 32, kMaxRows = 32 * kBr;
 
 /// Rows of a block where packing its keys takes as long as 64 rows.
 int64_t block_rows(const ForwardShape& shape, int threads) {
   cpu::Kernels kernels = {};
-  kernels.panel_rows = kPanelRows;
-  kernels.panels = kMaxRows / kPanelRows;
+  kernels.Br = kBr;
+  kernels.row_tiles = kMaxRows / kBr;
   kernels.packing_rows = 64;
   kernels.forward_scratch = [](const Problem&) { return int64_t{1}; };
   std::vector<std::string> rejected;
@@ -31,7 +31,7 @@ TEST(CpuPlan, BlocksKeepThreadsBusy) {
   EXPECT_EQ(block_rows(of(1024, 3), 2), kMaxRows / 2);  // of three blocks one thread had two
   EXPECT_EQ(block_rows(of(1024, 1), 2), kMaxRows / 2);
   EXPECT_EQ(block_rows(of(1024, 1), 4), kMaxRows / 4);
-  EXPECT_EQ(block_rows(of(128, 1), 64), kPanelRows);
+  EXPECT_EQ(block_rows(of(128, 1), 64), kBr);
   EXPECT_EQ(block_rows(of(1024, 3), 1), kMaxRows);
   EXPECT_EQ(block_rows(of(8192, 1), 2), kMaxRows);  // four blocks a thread
 }

@@ -388,7 +388,7 @@ constexpr Path kPaths[] = {
     path<TileProducts<TileModel, kPartsOfBF16>, kPartsOfBF16>("tiles", DType::kBF16),
     path<DotProducts<DotModel>, kPartsOfBF16>("dot_products", DType::kBF16),
     path<TileProducts<TileModel, kPartsOfF16>, kPartsOfF16>("tiles_of_f16", DType::kF16)};
-constexpr int64_t kBlock = kTilePanels * kTilePanelRows;
+constexpr int64_t kBlock = kBlockRowTiles * kTileBr;
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
 HWY_AFTER_NAMESPACE();

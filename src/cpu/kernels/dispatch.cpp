@@ -61,8 +61,8 @@ const Kernels& table() {
   static const Kernels kTable = {
       .target = hwy::TargetName(HWY_TARGET),
       .vectors = true,
-      .panel_rows = kPanelRows,
-      .panels = kPanels,
+      .Br = kBr,
+      .row_tiles = kRowTiles,
       .packing_rows = kPackingRows,
       .speeds = kVectorSpeeds,
       .row_keys = 30,
@@ -91,8 +91,8 @@ Kernels kernels_on(const char* target, int64_t packing_rows, int64_t row_keys,
   Kernels k = table();
   k.target = target;
   k.vectors = false;
-  k.panel_rows = kTilePanelRows;
-  k.panels = kTilePanels;
+  k.Br = kTileBr;
+  k.row_tiles = kBlockRowTiles;
   k.packing_rows = packing_rows;
   k.row_keys = row_keys;
   k.speeds = speeds;

@@ -1,8 +1,8 @@
 // FlashAttention-2 forward (Alg. 1) of bf16 and f16 with a dense bias of queries and keys: S = Q
 // K^T and O += P V. A query row lies in a row of memory, as in the tensors, so that the bias is
 // added without being transposed. Two vectors of P, rounded and merged, are a row of A of the
-// second product. panel_walk-inl.h has the schedule. Q and P are A of the products, K and V are B;
-// S and O lie in columns of tiles (row_scores-inl.h), P_wide is [kTilePanelRows][kBc]. Without such
+// second product. forward_schedule-inl.h has the schedule. Q and P are A of the products, K and V
+// are B; S and O lie in columns of tiles (row_scores-inl.h), P_wide is [kTileBr][kBc]. Without such
 // a bias this takes longer than forward-inl.h at d 64 (notes/cpu_bias.md).
 #if defined(FULGUR_CPU_BIASED_TILE_FORWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_BIASED_TILE_FORWARD_INL_H_
@@ -99,14 +99,14 @@ struct RowsOfBias {
 /// A call with a dense bias of queries and keys.
 template <class Products, int kParts>
 class BiasedForward
-    : public PanelWalk<BiasedForward<Products, kParts>, RowsOfBias, Products, kParts> {
-  using Walk = PanelWalk<BiasedForward, RowsOfBias, Products, kParts>;
+    : public ForwardSchedule<BiasedForward<Products, kParts>, RowsOfBias, Products, kParts> {
+  using Walk = ForwardSchedule<BiasedForward, RowsOfBias, Products, kParts>;
 
  public:
   BiasedForward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
                 float* scratch)
       : Walk(task, args, row_begin, row_end, scratch) {
-    for (int64_t r = 0; r < kTilePanelRows; ++r) row_in_memory_[r] = r * kBc;
+    for (int64_t r = 0; r < kTileBr; ++r) row_in_memory_[r] = r * kBc;
   }
 
   /// Stores O = O / l and LSE = ln 2 (m + log2 l) (Alg. 1, lines 12 to 15).
@@ -115,11 +115,11 @@ class BiasedForward
     HWY_ALIGN float row[kMaxValueDim];
     for (int64_t i = 0; i < count_; ++i) {
       begin_sums(i);
-      RowWalk walk(task_, row_begin + i * kTilePanelRows);
-      for (int64_t r = 0; r < panels_[i].count; ++r, walk.next()) {
+      RowWalk walk(task_, row_begin + i * kTileBr);
+      for (int64_t r = 0; r < row_tiles_[i].count; ++r, walk.next()) {
         float l = 0;
         for (int64_t k = 0; k < kSums; ++k) l += *sum_of(s_.l[i], r, k);
-        const RowEnd end = end_row(task_, row_begin + i * kTilePanelRows + r, s_.m[i][r], l);
+        const RowEnd end = end_row(task_, row_begin + i * kTileBr + r, s_.m[i][r], l);
         const V32 scale = hn::Set(f, l == 0 ? 0 : end.weight / l);
         for (int64_t v = 0; v < columns_; ++v) {
           hn::Store(hn::Mul(hn::Load(f, s_.O[i] + place_of(r, v)), scale), f, row + v * kLanes);
@@ -135,7 +135,7 @@ class BiasedForward
   using typename Walk::Packed, typename Walk::Visit;
   using Walk::add_now, Walk::begin_sums, Walk::adds_bias;
   using Walk::fresh_, Walk::steady_, Walk::keys_, Walk::values_;
-  using Walk::s_, Walk::products_, Walk::panels_, Walk::count_, Walk::chunk_, Walk::spare_bias_;
+  using Walk::s_, Walk::products_, Walk::row_tiles_, Walk::count_, Walk::chunk_, Walk::spare_bias_;
   using Walk::task_, Walk::p_, Walk::args_, Walk::plain_, Walk::factor_, Walk::bias_factor_;
 
   static constexpr int64_t kRowSums = kSums;
@@ -172,12 +172,12 @@ class BiasedForward
   }
   template <DType kDType>
   HWY_NOINLINE bool find_bias_of(Visit* at) {
-    const Panel& panel = panels_[at->i];
-    const BiasRows rows(task_.given.bias.data, p_.bias, panel, at->tile.j);
-    const bool in_tensor = !panel.shares_bias && at->tile.n == kBc && rows.dense(kDType);
+    const RowTile& row_tile = row_tiles_[at->i];
+    const BiasRows rows(task_.given.bias.data, p_.bias, row_tile, at->tile.j);
+    const bool in_tensor = !row_tile.shares_bias && at->tile.n == kBc && rows.dense(kDType);
     BiasOfTile is;
     if (in_tensor) {
-      const auto uniform = uniform_tile<kDType>(rows, panel.width());
+      const auto uniform = uniform_tile<kDType>(rows, row_tile.width());
       if (!uniform) {
         at->bias = {rows, kDType};
         return true;
@@ -185,9 +185,10 @@ class BiasedForward
       is = *uniform;
     } else {
       float* const memory = s_.bias[spare_bias_];
-      is = load_bias_rows<kDType>(rows, panel.shares_bias ? 1 : panel.width(), at->tile.n, memory);
+      is = load_bias_rows<kDType>(rows, row_tile.shares_bias ? 1 : row_tile.width(), at->tile.n,
+                                  memory);
       if (!is.is_zero && !is.hides_all) {
-        at->bias.rows = BiasRows(memory, panel.shares_bias ? same_row_ : row_in_memory_);
+        at->bias.rows = BiasRows(memory, row_tile.shares_bias ? same_row_ : row_in_memory_);
         spare_bias_ = 1 - spare_bias_;
       }
     }
@@ -196,28 +197,28 @@ class BiasedForward
 
   bool can_add_bias(const Visit& at) const { return at.bias.rows.given() && plain_; }
 
-  /// The part of the bias that is prefetched during a visit: that of the chunk for the next panel,
-  /// or of the next chunk for the first panel.
+  /// The part of the bias that is prefetched during a visit: that of the chunk for the next row
+  /// tile, or of the next chunk for the first row tile.
   BiasPrefetch bias_prefetch(const Visit& at) const {
-    if (p_.bias.key != 1 || panels_[at.i].shares_bias) return {};
+    if (p_.bias.key != 1 || row_tiles_[at.i].shares_bias) return {};
     const bool last = at.i + 1 == count_;
     const int64_t next = last ? 0 : at.i + 1, j = chunk_ + (last ? kChunk * kBc : 0);
-    return {panels_[next].bias_row + at.place * (kTilePanelRows / kChunk),
+    return {row_tiles_[next].bias_row + at.place * (kTileBr / kChunk),
             static_cast<const char*>(task_.given.bias.data) + j * size_of(p_.bias.dtype),
-            panels_[next].mask.end() - j};
+            row_tiles_[next].mask.end() - j};
   }
   void prefetch_bias(const Visit& at) const {
     with_bias_dtype(p_.bias.dtype, [next = bias_prefetch(at)](auto dtype) HWY_ATTR {
-      for (int64_t r = 0; r < kTilePanelRows; ++r) next.template row<decltype(dtype)::value>(r);
+      for (int64_t r = 0; r < kTileBr; ++r) next.template row<decltype(dtype)::value>(r);
     });
   }
 
-  /// The rows of panel i, and padding up to rows that share a vector of sums.
-  int64_t rows_of(int64_t i) const { return round_up(panels_[i].count, kRowsTogether); }
+  /// The rows of row tile i, and padding up to rows that share a vector of sums.
+  int64_t rows_of(int64_t i) const { return round_up(row_tiles_[i].count, kRowsTogether); }
 
   /// S = Q K^T
   Product scores(const Visit& at, float* S) {
-    const int64_t steps = kParts * steps_of(p_.d), count = panels_[at.i].count;
+    const int64_t steps = kParts * steps_of(p_.d), count = row_tiles_[at.i].count;
     return {false,
             blocks_of(count),
             blocks_of(at.tile.n),
@@ -237,7 +238,7 @@ class BiasedForward
     // A step has a pair for each key of its first half, whether its second half has keys or not.
     const int64_t depth =
         keys / kTileDepth * kTileDepth + std::min(kTileDepth, keys % kTileDepth * 2);
-    const int64_t block = std::exchange(p->block, end), count = panels_[p->i].count;
+    const int64_t block = std::exchange(p->block, end), count = row_tiles_[p->i].count;
     return {p->add,
             blocks_of(count),
             end - block,
@@ -271,7 +272,7 @@ class BiasedForward
     if (fresh_[i]) start_maxima(i, S);
     const auto make = [&](auto turns, auto* to, const auto& bias) HWY_ATTR {
       const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
-      for (int64_t r = 0; r < kTilePanelRows; r += kLanes) {
+      for (int64_t r = 0; r < kTileBr; r += kLanes) {
         // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
         const V32 m = hn::Load(f, s_.m[i] + r);
         hn::Store(hn::IfThenZeroElse(hn::Eq(m, none), m), f, shift_ + r);
@@ -312,7 +313,7 @@ class BiasedForward
     if (packed) return;
     if (p_.dropout_p > 0) {
       const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
-      drop_rows(task_.given.dropout, keep_scale, panels_[i], tile, rows, s_.P_wide);
+      drop_rows(task_.given.dropout, keep_scale, row_tiles_[i], tile, rows, s_.P_wide);
     }
     if (by_tiles) return pack_probabilities(rows, P);
     now->begin = now->end;
@@ -334,7 +335,7 @@ class BiasedForward
   /// Turns the products S of a visit into scores: scale, softcap, ALiBi, bias, mask. Finds which
   /// keys each row sees.
   void finish_scores(const Visit& at, float* S) {
-    const Panel& panel = panels_[at.i];
+    const RowTile& row_tile = row_tiles_[at.i];
     const KeyTile& tile = at.tile;
     const int64_t rows = rows_of(at.i);
     hides_ = false;
@@ -344,16 +345,16 @@ class BiasedForward
     }
     const Flushing off(false);  // large softcaps make small numbers of scores
     if (!plain_) {
-      scale_scores(kTilePanelRows, kBc, query_factor(p_), S);
-      if (p_.softcap > 0) softcap_scores(p_, kBc / kLanes, kTilePanelRows, S, kBc, nullptr);
-      if (p_.has(Arg::kAlibiSlopes)) alibi_rows(panel, tile, rows, S);
+      scale_scores(kTileBr, kBc, query_factor(p_), S);
+      if (p_.softcap > 0) softcap_scores(p_, kBc / kLanes, kTileBr, S, kBc, nullptr);
+      if (p_.has(Arg::kAlibiSlopes)) alibi_rows(row_tile, tile, rows, S);
     }
     if (!at.bias.rows.given()) {
-      hides_ = hide_rows(panel, tile, rows, NoRowBias(), S, seen_);
+      hides_ = hide_rows(row_tile, tile, rows, NoRowBias(), S, seen_);
     } else {
       hides_ = with_bias_dtype(at.bias.dtype, [&](auto dtype) {
         const RowBias<decltype(dtype)::value> bias{at.bias.rows, bias_factor_, {}};
-        return hide_rows(panel, tile, rows, bias, S, seen_);
+        return hide_rows(row_tile, tile, rows, bias, S, seen_);
       });
     }
   }
@@ -383,12 +384,12 @@ class BiasedForward
     const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
     fresh_[i] = false;
     steady_[i] = true;
-    for (int64_t r = 0; r < panels_[i].count; r += kLanes) {
+    for (int64_t r = 0; r < row_tiles_[i].count; r += kLanes) {
       float* const m = s_.m[i] + r;
       const V32 old = hn::Load(f, m);
       const V32 now = hn::IfThenElse(hn::Eq(old, none), maxima(S, r), old);
       hn::Store(now, f, m);
-      const auto there = hn::FirstN(f, static_cast<size_t>(panels_[i].count - r));
+      const auto there = hn::FirstN(f, static_cast<size_t>(row_tiles_[i].count - r));
       fresh_[i] |= !hn::AllFalse(f, hn::And(there, hn::Eq(now, none)));
       const auto moderate = hn::Lt(hn::Abs(now), hn::Set(f, kModerate));
       steady_[i] &= hn::AllTrue(f, hn::Or(hn::Not(there), moderate));
@@ -405,7 +406,7 @@ class BiasedForward
   }
   HWY_NOINLINE bool any_exceeds_max_sum(int64_t i) const {
     bool any = false;
-    for (int64_t r = 0; r < panels_[i].count; ++r) any |= exceeds_max_sum(i, r);
+    for (int64_t r = 0; r < row_tiles_[i].count; ++r) any |= exceeds_max_sum(i, r);
     return any;
   }
 
@@ -414,9 +415,9 @@ class BiasedForward
   HWY_NOINLINE void raise_maxima(int64_t i, const float* S) {
     const F32 f;
     const Flushing off(false);  // what V has below 2^-126 stays
-    HWY_ALIGN float max[kTilePanelRows];
-    for (int64_t r = 0; r < kTilePanelRows; r += kLanes) hn::Store(maxima(S, r), f, max + r);
-    for (int64_t r = 0; r < panels_[i].count; ++r) {
+    HWY_ALIGN float max[kTileBr];
+    for (int64_t r = 0; r < kTileBr; r += kLanes) hn::Store(maxima(S, r), f, max + r);
+    for (int64_t r = 0; r < row_tiles_[i].count; ++r) {
       if (!exceeds_max_sum(i, r)) continue;
       float& m = s_.m[i][r];
       const float old = std::exchange(m, max[r]);
@@ -434,7 +435,7 @@ class BiasedForward
     const F32 f;
     const Flushing off(false);
     load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V_wide, columns_ * kLanes);
-    for (int64_t r = 0; r < panels_[i].count; ++r) {
+    for (int64_t r = 0; r < row_tiles_[i].count; ++r) {
       for (uint64_t left = seen_[r]; left != 0; left &= left - 1) {
         const int64_t key = std::countr_zero(left);
         const V32 p = hn::Set(f, s_.P_wide[r * kBc + key]);
@@ -449,16 +450,16 @@ class BiasedForward
 
   const int64_t columns_ = blocks_of(p_.dv);  // of tiles of O
   const int64_t group_steps_ = kParts * group_of(p_.dv) * kTileSteps;
-  int64_t row_in_memory_[kTilePanelRows];        // where each row of s_.bias begins
-  const int64_t same_row_[kTilePanelRows] = {};  // the same where all rows share one row of bias
-  HWY_ALIGN float shift_[kTilePanelRows];        // what is subtracted from the scores of each row
-  HWY_ALIGN float sums_[kTilePanelRows * kSums];
-  float* spare_l_ = sums_;         // takes the sums after a tile, then changes places with l
-  uint64_t seen_[kTilePanelRows];  // a bit for each key of a tile: whether the row sees it
-  bool hides_ = false;             // whether some row does not see some key of a tile
+  int64_t row_in_memory_[kTileBr];        // where each row of s_.bias begins
+  const int64_t same_row_[kTileBr] = {};  // the same where all rows share one row of bias
+  HWY_ALIGN float shift_[kTileBr];        // what is subtracted from the scores of each row
+  HWY_ALIGN float sums_[kTileBr * kSums];
+  float* spare_l_ = sums_;  // takes the sums after a tile, then changes places with l
+  uint64_t seen_[kTileBr];  // a bit for each key of a tile: whether the row sees it
+  bool hides_ = false;      // whether some row does not see some key of a tile
 };
 
-/// Whether rows of a panel may differ in their bias.
+/// Whether rows of a row tile may differ in their bias.
 inline bool has_bias_of_rows(const Problem& p) {
   return p.has(Arg::kBias) && (p.bias.row != 0 || (p.bias.head != 0 && p.hq != p.hk));
 }
@@ -478,7 +479,7 @@ void forward_of_bias(const Task& task, const ForwardArgs& args, int64_t row_begi
 
 template <int kParts>
 int64_t scratch_of_bias(const Problem& p) {
-  return has_bias_of_rows(p) ? panel_scratch<kParts>(p, kSums) : tile_forward_scratch<kParts>(p);
+  return has_bias_of_rows(p) ? tile_scratch<kParts>(p, kSums) : tile_forward_scratch<kParts>(p);
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE

@@ -21,7 +21,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 /// The minimum and maximum rows of a kv head. Fewer rows are as fast on vectors, and for more rows
 /// it pays to transpose V.
 constexpr int64_t kMinTileDecodeRows = 8;
-constexpr int64_t kMaxTileDecodeRows = kTilePanelRows;
+constexpr int64_t kMaxTileDecodeRows = kTileBr;
 
 /// The number of heads, of so many rows each, that share a vector of the softmax.
 constexpr int64_t heads_of_vector(int64_t rows) {
@@ -156,7 +156,7 @@ class TileDecode {
   }
 
   void run(int64_t key_begin, int64_t key_end) {
-    KeyTiles tiles = heads_[0].rows.panels[0].mask.tiles({key_begin, key_end});  // of every head
+    KeyTiles tiles = heads_[0].rows.row_tiles[0].mask.tiles({key_begin, key_end});  // of every head
     const int64_t heads = heads_.back().index + heads_.back().count;
     const auto keys = [&](const ConstTensor& t, const Layout& layout, int64_t dim) {
       return TileKeys(first_, t, layout, dim, tiles);

@@ -1,7 +1,7 @@
 // FlashAttention-2 forward (Alg. 1) of bf16 and f16 on tiles or by dot products: S^T = K Q^T and
 // O^T += V^T P^T, with a query row in each lane, as in simd/forward-inl.h. Two rows of P^T, rounded
-// and merged, are a row of B of the second product. panel_walk-inl.h has the schedule. K and V^T
-// are A of the products, Q and P^T are B; S and P_wide are [kBc][width], O is O^T [dv in
+// and merged, are a row of B of the second product. forward_schedule-inl.h has the schedule. K and
+// V^T are A of the products, Q and P^T are B; S and P_wide are [kBc][width], O is O^T [dv in
 // tiles][width], where `width` is 16 or 32 rows.
 #if defined(FULGUR_CPU_TILE_FORWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_TILE_FORWARD_INL_H_
@@ -12,7 +12,7 @@
 
 #include <type_traits>
 
-#include "cpu/kernels/bf16/panel_walk-inl.h"
+#include "cpu/kernels/bf16/forward_schedule-inl.h"
 #include "cpu/kernels/simd/forward-inl.h"
 
 #if HWY_TARGET == HWY_AVX3
@@ -114,14 +114,14 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
 }
 
 /// O^T [dv][width] = O^T diag(alpha).
-HWY_INLINE void rescale(const Panel& panel, int64_t dv, const float* HWY_RESTRICT alpha,
+HWY_INLINE void rescale(const RowTile& row_tile, int64_t dv, const float* HWY_RESTRICT alpha,
                         float* HWY_RESTRICT Ot) {
   const F32 f;
-  for (int64_t v = 0; v < panel.vectors; ++v) {
+  for (int64_t v = 0; v < row_tile.vectors; ++v) {
     const V32 a = hn::Load(f, alpha + v * kLanes);
     if (hn::AllTrue(f, hn::Eq(a, hn::Set(f, 1.0f)))) continue;
     for (int64_t c = 0; c < dv; ++c) {
-      float* const o = Ot + c * panel.width() + v * kLanes;
+      float* const o = Ot + c * row_tile.width() + v * kLanes;
       hn::Store(hn::Mul(hn::Load(f, o), a), f, o);
     }
   }
@@ -177,15 +177,15 @@ HWY_INLINE void store_sums(DType dtype, const float* HWY_RESTRICT Ct, int64_t co
   store(Ct, columns, width, scale, count, to);
 }
 
-/// Stores O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
+/// Stores O = O / l and LSE = ln 2 (m + log2 l) of a row tile (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int64_t row,
-                                 const Panel& panel, const float* HWY_RESTRICT Ot,
+                                 const RowTile& row_tile, const float* HWY_RESTRICT Ot,
                                  const float* HWY_RESTRICT m, const float* HWY_RESTRICT l) {
   const F32 f;
   const Problem& p = task.problem;
   RowWalk walk(task, row);
-  for (int64_t v = 0; v < panel.vectors; ++v) {
-    const int64_t count = std::min(kLanes, panel.count - v * kLanes);
+  for (int64_t v = 0; v < row_tile.vectors; ++v) {
+    const int64_t count = std::min(kLanes, row_tile.count - v * kLanes);
     HWY_ALIGN float weight[kLanes] = {};
     uint16_t* out[kLanes];
     for (int64_t i = 0; i < count; ++i, walk.next()) {
@@ -198,11 +198,11 @@ HWY_INLINE void finish_tile_rows(const Task& task, const ForwardArgs& args, int6
     const V32 sum = hn::Load(f, l + v * kLanes);
     const V32 scale =
         hn::IfThenZeroElse(hn::Eq(sum, hn::Zero(f)), hn::Div(hn::Load(f, weight), sum));
-    store_sums(args.out.dtype, Ot + v * kLanes, p.dv, panel.width(), scale, count, out);
+    store_sums(args.out.dtype, Ot + v * kLanes, p.dv, row_tile.width(), scale, count, out);
   }
 }
 
-/// The bias of a visit, with a query row in each lane: what load_bias() sets in the Panel, which
+/// The bias of a visit, with a query row in each lane: what load_bias() sets in the RowTile, which
 /// holds that of one visit only.
 struct LaneBias {
   float* memory = nullptr;
@@ -213,20 +213,21 @@ struct LaneBias {
 
 /// A call without a bias, or with a bias of keys.
 template <class Products, int kParts>
-class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Products, kParts> {
-  using Walk = PanelWalk<TileForward, LaneBias, Products, kParts>;
+class TileForward
+    : public ForwardSchedule<TileForward<Products, kParts>, LaneBias, Products, kParts> {
+  using Walk = ForwardSchedule<TileForward, LaneBias, Products, kParts>;
 
  public:
   TileForward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
               float* scratch)
       : Walk(task, args, row_begin, row_end, scratch) {
-    std::fill_n(alpha_, kTilePanelRows, 1.0f);
+    std::fill_n(alpha_, kTileBr, 1.0f);
   }
 
   void finish(int64_t row_begin) {
     for (int64_t i = 0; i < count_; ++i) {
       begin_sums(i);
-      finish_tile_rows(task_, args_, row_begin + i * kTilePanelRows, panels_[i], s_.O[i], s_.m[i],
+      finish_tile_rows(task_, args_, row_begin + i * kTileBr, row_tiles_[i], s_.O[i], s_.m[i],
                        s_.l[i]);
     }
   }
@@ -236,7 +237,7 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
   using typename Walk::Packed, typename Walk::Visit;
   using Walk::add_now, Walk::begin_sums, Walk::adds_bias;
   using Walk::fresh_, Walk::steady_, Walk::keys_, Walk::values_;
-  using Walk::s_, Walk::products_, Walk::panels_, Walk::count_, Walk::chunk_, Walk::spare_bias_;
+  using Walk::s_, Walk::products_, Walk::row_tiles_, Walk::count_, Walk::chunk_, Walk::spare_bias_;
   using Walk::task_, Walk::p_, Walk::args_, Walk::plain_, Walk::factor_, Walk::bias_factor_;
 
   static constexpr int64_t kRowSums = 1;
@@ -254,27 +255,27 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
                             place * kTileSteps, kChunkSteps, s_.V, &values_[place]);
   }
 
-  int64_t O_floats(int64_t i) const { return blocks_of(p_.dv) * kTileRows * panels_[i].width(); }
+  int64_t O_floats(int64_t i) const { return blocks_of(p_.dv) * kTileRows * row_tiles_[i].width(); }
 
   bool find_bias(Visit* at) {
-    Panel& panel = panels_[at->i];
+    RowTile& row_tile = row_tiles_[at->i];
     at->bias.memory = s_.bias[spare_bias_];
-    if (!load_bias(task_, at->tile, false, at->bias.memory, &panel)) return false;
+    if (!load_bias(task_, at->tile, false, at->bias.memory, &row_tile)) return false;
     spare_bias_ = 1 - spare_bias_;
-    at->bias.tile = panel.bias;
-    at->bias.step = panel.bias_step;
-    at->bias.rows = panel.bias_rows;
-    at->bias.hiding = panel.mask.hides() ? at->bias.memory : nullptr;
+    at->bias.tile = row_tile.bias;
+    at->bias.step = row_tile.bias_step;
+    at->bias.rows = row_tile.bias_rows;
+    at->bias.hiding = row_tile.mask.hides() ? at->bias.memory : nullptr;
     return true;
   }
 
   bool can_add_bias(const Visit& at) const {
-    return at.bias.tile != nullptr && at.bias.step == 0 && plain_ && panels_[at.i].vectors == 2;
+    return at.bias.tile != nullptr && at.bias.step == 0 && plain_ && row_tiles_[at.i].vectors == 2;
   }
 
   /// S^T = K Q^T
   Product scores(const Visit& at, float* S) {
-    const int64_t steps = kParts * steps_of(p_.d), vectors = panels_[at.i].vectors;
+    const int64_t steps = kParts * steps_of(p_.d), vectors = row_tiles_[at.i].vectors;
     return {false,
             blocks_of(at.tile.n),
             vectors,
@@ -283,14 +284,14 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
             Operand::packed(s_.Q[at.i], steps),
             S,
             vectors * kLanes,
-            {at.tile.n, panels_[at.i].count, p_.d}};
+            {at.tile.n, row_tiles_[at.i].count, p_.d}};
   }
 
   /// O^T += V^T P^T for the blocks of rows of O^T before `end`.
   Product values(int64_t end, Packed* p) {
     if (p->begin == p->end || p->block >= end) return {};
     const int64_t keys = std::min(task_.s.sk - chunk_, p->end * kTileDepth);
-    const int64_t vectors = panels_[p->i].vectors, width = vectors * kLanes;
+    const int64_t vectors = row_tiles_[p->i].vectors, width = vectors * kLanes;
     const int64_t block = std::exchange(p->block, end);
     const Operand Vt = Operand::packed(s_.V, kParts * kChunkSteps);
     return {p->add,
@@ -301,19 +302,19 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
             {p->P, width * 4, kTileDepth, kTileRows * width * 2},
             s_.O[p->i] + block * kTileRows * width,
             width,
-            {std::min(p_.dv, end * kTileRows) - block * kTileRows, panels_[p->i].count,
+            {std::min(p_.dv, end * kTileRows) - block * kTileRows, row_tiles_[p->i].count,
              keys - p->begin * kTileDepth},
             true};
   }
 
   /// Whether P V may be a product of tiles. Tiles take denormal numbers for 0, and multiply an inf
   /// or NaN of V by the P = 0 of rows that do not see the key.
-  static bool tiles_add(const Census& values, const Panel& panel, const KeyTile& tile) {
-    return !values.denormal() && (values.finite() || !panel.mask.hides(tile));
+  static bool tiles_add(const Census& values, const RowTile& row_tile, const KeyTile& tile) {
+    return !values.denormal() && (values.finite() || !row_tile.mask.hides(tile));
   }
 
   void probabilities(const Visit& at, float* S, Packed* before, Packed* now) {
-    if (panels_[at.i].vectors == 1) {
+    if (row_tiles_[at.i].vectors == 1) {
       probabilities_of<1>(at, S, before, now);
     } else {
       probabilities_of<2>(at, S, before, now);
@@ -327,7 +328,7 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
     const KeyTile& tile = at.tile;
     const bool adds = adds_bias(at);
     if (!adds) finish_scores(at, S);
-    const bool by_tiles = adds || tiles_add(values_[at.place], panels_[i], tile);
+    const bool by_tiles = adds || tiles_add(values_[at.place], row_tiles_[i], tile);
     const bool packed = by_tiles && p_.dropout_p == 0;
     uint16_t* P = now->P + kParts * (now->end - now->begin) * kTileDepth * width;
     const int64_t steps = products_.left();
@@ -381,7 +382,7 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
     if (packed) return;
     if (p_.dropout_p > 0) {
       const auto keep_scale = static_cast<float>(1 / (1 - p_.dropout_p));
-      drop(task_.given.dropout, keep_scale, panels_[i], tile, width, s_.P_wide, nullptr);
+      drop(task_.given.dropout, keep_scale, row_tiles_[i], tile, width, s_.P_wide, nullptr);
     }
     if (by_tiles) return pack_probabilities<kParts>(width, s_.P_wide, P);
     now->begin = now->end;
@@ -390,23 +391,23 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
 
   /// Turns the products S of a visit into scores: scale, softcap, ALiBi, bias, mask.
   void finish_scores(const Visit& at, float* S) {
-    Panel& panel = panels_[at.i];
+    RowTile& row_tile = row_tiles_[at.i];
     const KeyTile& tile = at.tile;
-    panel.bias = at.bias.tile;
-    panel.bias_step = at.bias.step;
-    panel.bias_rows = at.bias.rows;
-    panel.mask.hide(at.bias.hiding, tile.j, at.bias.step);
-    panel.bias_memory = at.bias.memory;
-    const bool biased = panel.bias != nullptr || panel.bias_rows != nullptr;
-    const int64_t width = panel.width(), n = tile.n;
+    row_tile.bias = at.bias.tile;
+    row_tile.bias_step = at.bias.step;
+    row_tile.bias_rows = at.bias.rows;
+    row_tile.mask.hide(at.bias.hiding, tile.j, at.bias.step);
+    row_tile.bias_memory = at.bias.memory;
+    const bool biased = row_tile.bias != nullptr || row_tile.bias_rows != nullptr;
+    const int64_t width = row_tile.width(), n = tile.n;
     if (plain_ && !biased && !tile.partial && n == kBc) return;
     const Flushing off(false);  // large softcaps make small numbers of scores
     if (plain_) {
-      add_bias(p_, tile, bias_factor_, S, width, &panel);
-      hide_scores(panel.mask, panel.vectors, tile, S, width);
+      add_bias(p_, tile, bias_factor_, S, width, &row_tile);
+      hide_scores(row_tile.mask, row_tile.vectors, tile, S, width);
     } else {
       scale_scores(n, width, query_factor(p_), S);
-      score_rule(p_, tile, S, width, nullptr, &panel);
+      score_rule(p_, tile, S, width, nullptr, &row_tile);
     }
     std::fill(S + n * width, S + kBc * width, -std::numeric_limits<float>::infinity());
   }
@@ -466,25 +467,25 @@ class TileForward : public PanelWalk<TileForward<Products, kParts>, LaneBias, Pr
       hn::Store(hn::Mul(hn::Load(f, l), alpha), f, l);
       hn::Store(alpha, f, alpha_ + v * kLanes);
     }
-    rescale(panels_[i], p_.dv, alpha_, s_.O[i]);
-    std::fill_n(alpha_, kTilePanelRows, 1.0f);
+    rescale(row_tiles_[i], p_.dv, alpha_, s_.O[i]);
+    std::fill_n(alpha_, kTileBr, 1.0f);
   }
 
   void add_by_vectors(int64_t i, const KeyTile& tile) {
     const Flushing off(false);
     const int64_t ld = blocks_of(p_.dv) * kTileRows;
     load_keys(task_, args_.v, p_.v, p_.dv, tile.j, tile.n, s_.V_wide, ld);
-    accumulate_visible(panels_[i], tile, p_.dv, s_.V_wide, ld, s_.P_wide, panels_[i].width(),
+    accumulate_visible(row_tiles_[i], tile, p_.dv, s_.V_wide, ld, s_.P_wide, row_tiles_[i].width(),
                        alpha_, s_.O[i]);
   }
 
-  HWY_ALIGN float alpha_[kTilePanelRows];  // factors of O: 1 but in raise_maximum()
+  HWY_ALIGN float alpha_[kTileBr];  // factors of O: 1 but in raise_maximum()
 };
 
 /// Floats of the scratch of tile_forward(), which has one sum of P for each row.
 template <int kParts>
 int64_t tile_forward_scratch(const Problem& p) {
-  return panel_scratch<kParts>(p, 1);
+  return tile_scratch<kParts>(p, 1);
 }
 
 template <class Products, int kParts>

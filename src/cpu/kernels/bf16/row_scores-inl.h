@@ -1,6 +1,6 @@
-// The scores and probabilities of a panel where a query row lies in a row of memory
-// (biased_forward-inl.h): a dense bias, ALiBi, the mask, dropout. score-inl.h and panel-inl.h have
-// these for a query row in each lane.
+// The scores and probabilities of a row tile where a query row lies in a row of memory
+// (biased_forward-inl.h): a dense bias, ALiBi, the mask, dropout. score-inl.h and row_tile-inl.h
+// have these for a query row in each lane.
 #if defined(FULGUR_CPU_ROW_SCORES_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_ROW_SCORES_INL_H_
 #undef FULGUR_CPU_ROW_SCORES_INL_H_
@@ -8,7 +8,7 @@
 #define FULGUR_CPU_ROW_SCORES_INL_H_
 #endif
 
-#include "cpu/kernels/bf16/panel_walk-inl.h"
+#include "cpu/kernels/bf16/forward_schedule-inl.h"
 #include "cpu/kernels/simd/score-inl.h"
 
 #if HWY_TARGET == HWY_AVX3
@@ -19,12 +19,12 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 /// S and O lie in columns of tiles of 16 x 16: the floats of a column, and the offset of vector v
 /// of row r. CPUs store and load tiles whose rows are farther apart more slowly.
 constexpr int64_t kTileColumn = column_of<true>();
-static_assert(kTileColumn == kTilePanelRows * kLanes);
+static_assert(kTileColumn == kTileBr * kLanes);
 constexpr int64_t place_of(int64_t r, int64_t v) { return v * kTileColumn + r * kLanes; }
 
-/// Prefetches the bias of a chunk of keys and the rows of a panel, while the panel before it walks
-/// over its own tiles: with row r of a tile, 64 keys of one row, so that the keys of a row are
-/// fetched one after the other.
+/// Prefetches the bias of a chunk of keys and the rows of a row tile, while the row tile before it
+/// walks over its own tiles: with row r of a tile, 64 keys of one row, so that the keys of a row
+/// are fetched one after the other.
 struct BiasPrefetch {
   const int64_t* rows = nullptr;  // the offsets of the rows that are fetched with a tile
   const char* from = nullptr;     // the first key of the chunk, in a row of offset 0
@@ -101,12 +101,12 @@ struct RowBias {
 };
 
 /// S -= slope |distance of the key from the row's diagonal|
-HWY_NOINLINE inline void alibi_rows(const Panel& panel, const KeyTile& tile, int64_t rows,
+HWY_NOINLINE inline void alibi_rows(const RowTile& row_tile, const KeyTile& tile, int64_t rows,
                                     float* HWY_RESTRICT S) {
   const F32 f;
   for (int64_t r = 0; r < rows; ++r) {
-    const V32 slope = hn::Set(f, panel.slope[r]);
-    const V32 diagonal = hn::Set(f, static_cast<float>(panel.diagonal[r] - tile.j));
+    const V32 slope = hn::Set(f, row_tile.slope[r]);
+    const V32 diagonal = hn::Set(f, static_cast<float>(row_tile.diagonal[r] - tile.j));
     for (int64_t v = 0; v < kBc / kLanes; ++v) {
       float* const at = S + place_of(r, v);
       const auto key = static_cast<float>(v * kLanes);
@@ -120,13 +120,13 @@ HWY_NOINLINE inline void alibi_rows(const Panel& panel, const KeyTile& tile, int
 /// of seen[r] becomes whether row r sees key k of the tile; returns whether some row does not see
 /// all.
 template <class Bias>
-HWY_NOINLINE bool hide_rows(const Panel& panel, const KeyTile& tile, int64_t rows, const Bias& bias,
-                            float* HWY_RESTRICT S, uint64_t* HWY_RESTRICT seen) {
+HWY_NOINLINE bool hide_rows(const RowTile& row_tile, const KeyTile& tile, int64_t rows,
+                            const Bias& bias, float* HWY_RESTRICT S, uint64_t* HWY_RESTRICT seen) {
   const F32 f;
   const uint64_t all = ~uint64_t{0} >> (kBc - tile.n);
   bool hides = false;
   for (int64_t r = 0; r < rows; ++r) {
-    seen[r] = tile.partial ? panel.mask.keys_of(r, tile) : all;
+    seen[r] = tile.partial ? row_tile.mask.keys_of(r, tile) : all;
     for (int64_t v = 0; v < kBc / kLanes; ++v) {
       seen[r] &= ~(uint64_t{bias.hides(r, v)} << v * kLanes);
       const auto lanes = static_cast<__mmask16>(seen[r] >> v * kLanes);
@@ -141,16 +141,17 @@ HWY_NOINLINE bool hide_rows(const Panel& panel, const KeyTile& tile, int64_t row
 }
 
 /// Dropout of P [rows][kBc], with the random numbers of drop().
-HWY_INLINE void drop_rows(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
-                          const KeyTile& tile, int64_t rows, float* HWY_RESTRICT P) {
+HWY_INLINE void drop_rows(const kernels::DropoutMask& mask, float keep_scale,
+                          const RowTile& row_tile, const KeyTile& tile, int64_t rows,
+                          float* HWY_RESTRICT P) {
   static_assert(kernels::kDropoutKeys * kLanes == kBc);
   const F32 f;
   const U32 u;
-  const auto first = static_cast<uint32_t>((panel.dropout_key + tile.j) / kernels::kDropoutKeys);
+  const auto first = static_cast<uint32_t>((row_tile.dropout_key + tile.j) / kernels::kDropoutKeys);
   for (int64_t r = 0; r < rows; ++r) {
-    hn::Vec<U32> words[kernels::kDropoutKeys] = {hn::Iota(u, first), hn::Set(u, panel.query[r]),
-                                                 hn::Set(u, panel.head_lo[r]),
-                                                 hn::Set(u, panel.head_hi[r])};
+    hn::Vec<U32> words[kernels::kDropoutKeys] = {hn::Iota(u, first), hn::Set(u, row_tile.query[r]),
+                                                 hn::Set(u, row_tile.head_lo[r]),
+                                                 hn::Set(u, row_tile.head_hi[r])};
     random_words(mask.key, words);
     uint64_t kept = 0;  // a bit for each key: word w is of keys w, w + 4, w + 8 and so on
     for (int w = 0; w < kernels::kDropoutKeys; ++w) {

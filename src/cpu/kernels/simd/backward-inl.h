@@ -1,4 +1,4 @@
-// FlashAttention-2 backward (Alg. 2) on the CPU: K/V tiles outside, row panels inside. S^T and dP^T
+// FlashAttention-2 backward (Alg. 2) on the CPU: K/V tiles outside, row tiles inside. S^T and dP^T
 // have a query row in each lane; dV, dK and dQ have the head dim in the lanes, where their other
 // operand is contiguous. All five are the one product of gemm-inl.h.
 #if defined(FULGUR_CPU_BACKWARD_INL_H_) == defined(HWY_TARGET_TOGGLE)
@@ -17,7 +17,7 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 struct BackwardScratch {
   int64_t ldk, ldv;            // round_up(d), round_up(dv)
   float *K, *V, *dK, *dV;      // [kTiles * kBc][ldk or ldv]
-  float *Q, *dO;               // [kPanelRows][ldk or ldv]
+  float *Q, *dO;               // [kBr][ldk or ldv]
   float *Qt, *dOt;             // [d or dv][width]
   float *P, *Pz, *dS, *slope;  // [kBc][width]; Pz = Z o P, the dropped P (the same without)
   float* dBias;                // [kBc][width]: dS before the slope of the scores (the same without)
@@ -27,16 +27,16 @@ struct BackwardScratch {
       : ldk(round_up(p.d, kLanes)), ldv(round_up(p.dv, kLanes)), bias(take_bias_tile(p, arena)) {
     for (float** tile : {&K, &dK}) *tile = arena.take(kTiles * kBc * ldk);
     for (float** tile : {&V, &dV}) *tile = arena.take(kTiles * kBc * ldv);
-    Q = arena.take(kPanelRows * ldk);
-    dO = arena.take(kPanelRows * ldv);
-    Qt = arena.take(kPanelRows * p.d);
-    dOt = arena.take(kPanelRows * p.dv);
-    P = arena.take(kBc * kPanelRows);
-    dS = arena.take(kBc * kPanelRows);
-    Pz = p.dropout_p > 0 ? arena.take(kBc * kPanelRows) : P;
-    slope = has_score_slope(p) ? arena.take(kBc * kPanelRows) : nullptr;
+    Q = arena.take(kBr * ldk);
+    dO = arena.take(kBr * ldv);
+    Qt = arena.take(kBr * p.d);
+    dOt = arena.take(kBr * p.dv);
+    P = arena.take(kBc * kBr);
+    dS = arena.take(kBc * kBr);
+    Pz = p.dropout_p > 0 ? arena.take(kBc * kBr) : P;
+    slope = has_score_slope(p) ? arena.take(kBc * kBr) : nullptr;
     const bool before_slope = p.has(Arg::kDbias) || p.expressions.wants_gradients();
-    dBias = has_score_slope(p) && before_slope ? arena.take(kBc * kPanelRows) : dS;
+    dBias = has_score_slope(p) && before_slope ? arena.take(kBc * kBr) : dS;
   }
 };
 
@@ -81,17 +81,17 @@ inline void backward_d(const Task& task, const BackwardArgs& args, int64_t row_b
 }
 
 /// P = exp(S - LSE) in place (line 11). Masked entries are set to 0, whatever the row or key holds.
-HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT P,
+HWY_INLINE void probabilities(const RowTile& row_tile, const KeyTile& tile, float* HWY_RESTRICT P,
                               const float* HWY_RESTRICT lse2) {
   const F32 f;
   const int64_t n = tile.n;
-  const bool partial = panel.mask.hides(tile);
+  const bool partial = row_tile.mask.hides(tile);
   const Flushing on(true);
-  const Visible visible(panel.mask, panel.vectors, tile);
-  for (int64_t v = 0; v < panel.vectors; ++v) {
+  const Visible visible(row_tile.mask, row_tile.vectors, tile);
+  for (int64_t v = 0; v < row_tile.vectors; ++v) {
     const V32 shift = hn::Load(f, lse2 + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
-      float* at = P + jj * panel.width() + v * kLanes;
+      float* at = P + jj * row_tile.width() + v * kLanes;
       // P is at most 1, but the rounding errors of huge scores and their LSE are large enough to
       // make exp2 overflow.
       V32 p = exp2(at_most(hn::Zero(f), hn::Sub(hn::Load(f, at), shift)));
@@ -103,17 +103,17 @@ HWY_INLINE void probabilities(const Panel& panel, const KeyTile& tile, float* HW
 
 /// dS = P o (dP - D) in place of dP (line 14), times the slope of the score. dBias, if it is not
 /// dS, takes dS without the slope. Masked entries are set to 0.
-HWY_INLINE void score_gradient(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT P,
-                               const float* HWY_RESTRICT D, const float* HWY_RESTRICT slope,
-                               float* dS, float* dBias) {
+HWY_INLINE void score_gradient(const RowTile& row_tile, const KeyTile& tile,
+                               const float* HWY_RESTRICT P, const float* HWY_RESTRICT D,
+                               const float* HWY_RESTRICT slope, float* dS, float* dBias) {
   const F32 f;
   const int64_t n = tile.n;
-  const bool partial = panel.mask.hides(tile);
-  const Visible visible(panel.mask, panel.vectors, tile);
-  for (int64_t v = 0; v < panel.vectors; ++v) {
+  const bool partial = row_tile.mask.hides(tile);
+  const Visible visible(row_tile.mask, row_tile.vectors, tile);
+  for (int64_t v = 0; v < row_tile.vectors; ++v) {
     const V32 d = hn::Load(f, D + v * kLanes);
     for (int64_t jj = 0; jj < n; ++jj) {
-      const int64_t at = jj * panel.width() + v * kLanes;
+      const int64_t at = jj * row_tile.width() + v * kLanes;
       V32 ds = hn::Mul(hn::Load(f, P + at), hn::Sub(hn::Load(f, dS + at), d));
       if (partial) ds = hn::IfThenElseZero(visible.mask(v, jj), ds);
       if (slope != nullptr) {
@@ -156,15 +156,15 @@ void store_key_gradients(const Task& task, const BackwardArgs& args, int64_t key
 
 /// dV += P^T dO, dK += dS^T Q, dQ += dS K (lines 12, 16, 15) where an operand has inf or NaN: only
 /// keys that a row sees are multiplied.
-HWY_NOINLINE inline void accumulate_visible_gradients(const Problem& p, const Panel& panel,
+HWY_NOINLINE inline void accumulate_visible_gradients(const Problem& p, const RowTile& row_tile,
                                                       const KeyTile& tile, const BackwardScratch& s,
                                                       int64_t first_key, float* HWY_RESTRICT dq) {
   const auto [j, n, partial] = tile;
-  const int64_t width = panel.width();
+  const int64_t width = row_tile.width();
   const bool of_rows = p.wants_dq(), of_keys = p.wants_dk_dv();
-  for (int64_t r = 0; r < panel.count; ++r) {
+  for (int64_t r = 0; r < row_tile.count; ++r) {
     for (int64_t jj = 0; jj < n; ++jj) {
-      if (!panel.mask.sees(r, j + jj)) continue;
+      if (!row_tile.mask.sees(r, j + jj)) continue;
       const int64_t key = j - first_key + jj;
       if (of_keys) add_row(s.Pz[jj * width + r], s.dO + r * s.ldv, s.ldv, s.dV + key * s.ldv);
       if (of_keys) add_row(s.dS[jj * width + r], s.Q + r * s.ldk, s.ldk, s.dK + key * s.ldk);
@@ -179,7 +179,7 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
   Arena arena(scratch);
   const BackwardScratch s(p, arena);
   const kernels::DropoutMask& dropout = task.given.dropout;
-  HWY_ALIGN float lse2[kPanelRows], d_row[kPanelRows];
+  HWY_ALIGN float lse2[kBr], d_row[kBr];
   TaskExpressions expressions(task, scratch);
 
   const int64_t keys = key_end - key_begin;
@@ -191,26 +191,26 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
   std::fill_n(s.dK, keys * s.ldk, 0.0f);
   std::fill_n(s.dV, keys * s.ldv, 0.0f);
 
-  for (int64_t row = 0; row < task.rows(); row += kPanelRows) {
-    Panel panel;
-    make_panel(task, row, std::min(task.rows(), row + kPanelRows), &panel);
-    KeyTiles tiles = panel.mask.tiles({key_begin, key_end});
-    expressions.set_rows(panel, row, 0);
+  for (int64_t row = 0; row < task.rows(); row += kBr) {
+    RowTile row_tile;
+    make_row_tile(task, row, std::min(task.rows(), row + kBr), &row_tile);
+    KeyTiles tiles = row_tile.mask.tiles({key_begin, key_end});
+    expressions.set_rows(row_tile, row, 0);
     expressions.skip_hidden(0, &tiles);
     if (tiles.done()) continue;
-    const int64_t width = panel.width();
+    const int64_t width = row_tile.width();
     bool finite = finite_k;
-    finite &= load_queries(task, args.q, p.q, p.d, row, panel.count, width, s.Q, s.ldk);
-    finite &= load_queries(task, args.dout, p.dout, p.dv, row, panel.count, width, s.dO, s.ldv);
+    finite &= load_queries(task, args.q, p.q, p.d, row, row_tile.count, width, s.Q, s.ldk);
+    finite &= load_queries(task, args.dout, p.dout, p.dv, row, row_tile.count, width, s.dO, s.ldv);
     transpose(s.Q, s.ldk, width, p.d, query_factor(p), s.Qt, width);
     transpose(s.dO, s.ldv, width, p.dv, 1, s.dOt, width);
     for (int64_t r = 0; r < width; ++r) {
-      const float lse = r < panel.count ? lse_at(task, args.lse, p.lse, row + r) : 0;
+      const float lse = r < row_tile.count ? lse_at(task, args.lse, p.lse, row + r) : 0;
       // exp2(S + inf) would be inf where a row saw nothing; its P is 0.
       lse2[r] = std::isinf(lse) ? std::numeric_limits<float>::infinity() : lse * kLog2e;
-      d_row[r] = r < panel.count ? D[row + r] : 0;
+      d_row[r] = r < row_tile.count ? D[row + r] : 0;
     }
-    float* dq_panel = dq + row * s.ldk;
+    float* dq_row_tile = dq + row * s.ldk;
 
     const auto next = [&] {
       tiles.next();
@@ -219,15 +219,15 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
     for (; !tiles.done(); next()) {
       const KeyTile tile = tiles.tile();
       const int64_t columns = (tile.j - key_begin) / kBc;
-      if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &panel)) continue;
+      if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &row_tile)) continue;
       // Prefetches half of the bias of the next tile, and of dbias of this one.
       const auto prefetch = [&](int half) HWY_ATTR {
         const BiasSums& sums = task.given.dbias;
         for (int64_t part = half * kPrefetchParts / 2; part < (half + 1) * kPrefetchParts / 2;
              ++part) {
-          prefetch_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(),
+          prefetch_bias(task.given.bias.data, p.bias, row_tile.bias_row, row_tile.bias_count(),
                         tile.j + kBc, kBc, part, kPrefetchParts);
-          prefetch_bias(sums.data, sums.at, panel.dbias_row, panel.count, tile.j, kBc, part,
+          prefetch_bias(sums.data, sums.at, row_tile.dbias_row, row_tile.count, tile.j, kBc, part,
                         kPrefetchParts);
         }
       };
@@ -235,31 +235,32 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       const int64_t n = tile.n, key = tile.j - key_begin;
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
-      gemm<Init::kZero>(n, panel.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr);
-      score_rule(p, expressions, 0, columns, tile, s.P, width, s.slope, s.bias, &panel);
+      gemm<Init::kZero>(n, row_tile.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width,
+                        nullptr);
+      score_rule(p, expressions, 0, columns, tile, s.P, width, s.slope, s.bias, &row_tile);
       prefetch(1);
-      probabilities(panel, tile, s.P, lse2);
-      gemm<Init::kZero>(n, panel.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
+      probabilities(row_tile, tile, s.P, lse2);
+      gemm<Init::kZero>(n, row_tile.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
                         nullptr);
       if (p.dropout_p > 0) {
         std::copy_n(s.P, n * width, s.Pz);
-        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), panel, tile, width, s.Pz, s.dS);
+        drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), row_tile, tile, width, s.Pz, s.dS);
       }
-      score_gradient(panel, tile, s.P, d_row, s.slope, s.dS, s.dBias);
-      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, panel, tile, s.dBias);
-      expressions.add_gradients(panel, tile, s.dBias);
-      if (panel.mask.hides(tile) && !finite) {
-        accumulate_visible_gradients(p, panel, tile, s, key_begin, dq_panel);
+      score_gradient(row_tile, tile, s.P, d_row, s.slope, s.dS, s.dBias);
+      if (p.has(Arg::kDbias)) add_bias_gradient(task.given.dbias, row_tile, tile, s.dBias);
+      expressions.add_gradients(row_tile, tile, s.dBias);
+      if (row_tile.mask.hides(tile) && !finite) {
+        accumulate_visible_gradients(p, row_tile, tile, s, key_begin, dq_row_tile);
         continue;
       }
       if (p.wants_dk_dv()) {
-        gemm<Init::kAdd>(n, s.ldv / kLanes, panel.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV, s.ldv,
-                         nullptr);
-        gemm<Init::kAdd>(n, s.ldk / kLanes, panel.count, {s.dS, width, 1}, {s.Q, s.ldk}, dK, s.ldk,
-                         nullptr);
+        gemm<Init::kAdd>(n, s.ldv / kLanes, row_tile.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV,
+                         s.ldv, nullptr);
+        gemm<Init::kAdd>(n, s.ldk / kLanes, row_tile.count, {s.dS, width, 1}, {s.Q, s.ldk}, dK,
+                         s.ldk, nullptr);
       }
       if (!p.wants_dq()) continue;
-      gemm<Init::kAdd>(panel.count, s.ldk / kLanes, n, {s.dS, 1, width}, {K, s.ldk}, dq_panel,
+      gemm<Init::kAdd>(row_tile.count, s.ldk / kLanes, n, {s.dS, 1, width}, {K, s.ldk}, dq_row_tile,
                        s.ldk, nullptr);
     }
   }

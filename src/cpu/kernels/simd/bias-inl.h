@@ -1,5 +1,5 @@
-// A dense bias in the CPU's kernels: it is added to the scores of a panel and a tile, and hides the
-// keys where it is -inf.
+// A dense bias in the CPU's kernels: it is added to the scores of a row tile and a key tile, and
+// hides the keys where it is -inf.
 #if defined(FULGUR_CPU_BIAS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_BIAS_INL_H_
 #undef FULGUR_CPU_BIAS_INL_H_
@@ -10,7 +10,7 @@
 #include <optional>
 #include <type_traits>
 
-#include "cpu/kernels/simd/panel-inl.h"
+#include "cpu/kernels/simd/row_tile-inl.h"
 #include "kernels/host_device/score.h"
 
 HWY_BEFORE_NAMESPACE();
@@ -49,16 +49,16 @@ HWY_INLINE hn::Vec<Square> gather_bias_keys(const char* from, int64_t stride, in
   return load_bias_keys<kDType>(keys);
 }
 
-/// The addresses of the rows of a bias, one for each lane of a panel, from key j on.
+/// The addresses of the rows of a bias, one for each lane of a row tile, from key j on.
 struct BiasRows {
   const char* from = nullptr;     // the address of key j of a row of offset 0
   const int64_t* rows = nullptr;  // the offset of each row, in elements
   int64_t stride = 0;             // bytes from a key to the next
 
   BiasRows() = default;
-  BiasRows(const void* data, const Problem::Bias& layout, const Panel& panel, int64_t j)
+  BiasRows(const void* data, const Problem::Bias& layout, const RowTile& row_tile, int64_t j)
       : from(static_cast<const char*>(data) + j * layout.key * size_of(layout.dtype)),
-        rows(panel.bias_row),
+        rows(row_tile.bias_row),
         stride(layout.key * size_of(layout.dtype)) {}
   /// Rows of floats in memory.
   BiasRows(const float* memory, const int64_t* rows)
@@ -196,7 +196,7 @@ HWY_INLINE V32 number_of(V32 words, int i) {
   }
 }
 
-/// The keys that a line of kLanes words has of the rows of vector v of a panel, from key jj of a
+/// The keys that a line of kLanes words has of the rows of vector v of a row tile, from key jj of a
 /// whole tile on. The rows are dense.
 template <DType kDType>
 constexpr int64_t kLineKeys = kLanes* kPerWord<kDType>;
@@ -206,7 +206,7 @@ HWY_INLINE void load_line(const BiasRows& rows, int64_t v, int64_t jj, V32 (&wor
   load_words([&](int row) HWY_ATTR { return rows.at<kDType>(first + row) + byte; }, words);
 }
 
-/// Calls body(jj, v, x) for each key jj of a whole tile and each vector v of a panel, where x is
+/// Calls body(jj, v, x) for each key jj of a whole tile and each vector v of a row tile, where x is
 /// their bias, with one row in each lane.
 template <DType kDType, class Body>
 HWY_INLINE void for_numbers(const BiasRows& rows, int64_t vectors, const Body& body) {
@@ -223,7 +223,7 @@ HWY_INLINE void for_numbers(const BiasRows& rows, int64_t vectors, const Body& b
   }
 }
 
-/// Loads the bias of the rows of a panel and of n keys to [n][width], one row in each lane, with
+/// Loads the bias of the rows of a row tile and of n keys to [n][width], one row in each lane, with
 /// -inf where it hides a key.
 template <DType kDType>
 HWY_INLINE BiasOfTile load_bias_tile(const BiasRows& rows, int64_t n, int64_t width,
@@ -305,7 +305,7 @@ HWY_INLINE std::optional<BiasOfTile> uniform_tile(const BiasRows& rows, int64_t 
   return BiasOfTile{!hides, hides, hides};
 }
 
-/// Loads the bias of n keys and of the first `count` rows of a panel to [count][kBc], with -inf
+/// Loads the bias of n keys and of the first `count` rows of a row tile to [count][kBc], with -inf
 /// where it hides a key.
 template <DType kDType>
 HWY_INLINE BiasOfTile load_bias_rows(const BiasRows& rows, int64_t count, int64_t n,
@@ -325,21 +325,21 @@ HWY_INLINE BiasOfTile load_bias_rows(const BiasRows& rows, int64_t count, int64_
   return census.result();
 }
 
-/// Sets the bias of a tile in a panel: in the memory `to` if `loads`, or else there or in the
-/// tensor. Returns false if it finds that the bias hides all keys from all rows. A bias that stays
-/// in the tensor is not searched for that unless all its elements are the same.
+/// Sets the bias of a key tile in a row tile: in the memory `to` if `loads`, or else there or in
+/// the tensor. Returns false if it finds that the bias hides all keys from all rows. A bias that
+/// stays in the tensor is not searched for that unless all its elements are the same.
 template <DType kDType>
 HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads, float* to,
-                               Panel* panel) {
-  const BiasRows rows(task.given.bias.data, task.problem.bias, *panel, tile.j);
-  const int64_t width = panel->width();
+                               RowTile* row_tile) {
+  const BiasRows rows(task.given.bias.data, task.problem.bias, *row_tile, tile.j);
+  const int64_t width = row_tile->width();
   const bool dense = tile.n == kBc && rows.dense(kDType);
   bool in_tensor = false;
-  panel->bias_step = width;
-  panel->bias_memory = to;
+  row_tile->bias_step = width;
+  row_tile->bias_memory = to;
   const BiasOfTile is = [&]() HWY_ATTR -> BiasOfTile {
-    if (!loads && panel->shares_bias) {
-      panel->bias_step = 0;
+    if (!loads && row_tile->shares_bias) {
+      row_tile->bias_step = 0;
       return load_bias_rows<kDType>(rows, 1, tile.n, to);
     }
     if (dense) {
@@ -349,13 +349,13 @@ HWY_NOINLINE bool load_bias_of(const Task& task, const KeyTile& tile, bool loads
     }
     return load_bias_tile<kDType>(rows, tile.n, width, to);
   }();
-  panel->bias_rows = in_tensor ? task.given.bias.data : nullptr;
-  panel->bias = is.is_zero || in_tensor ? nullptr : to;
+  row_tile->bias_rows = in_tensor ? task.given.bias.data : nullptr;
+  row_tile->bias = is.is_zero || in_tensor ? nullptr : to;
   // uniform_tile() has not loaded the tile.
-  if (is.hides_all && panel->bias_step > 0) {
+  if (is.hides_all && row_tile->bias_step > 0) {
     std::fill_n(to, tile.n * width, -std::numeric_limits<float>::infinity());
   }
-  panel->mask.hide(is.hides_some ? to : nullptr, tile.j, panel->bias_step);
+  row_tile->mask.hide(is.hides_some ? to : nullptr, tile.j, row_tile->bias_step);
   return !is.hides_all;
 }
 
@@ -375,9 +375,9 @@ HWY_INLINE auto with_bias_dtype(DType dtype, const Body& body) {
 }
 
 HWY_INLINE bool load_bias(const Task& task, const KeyTile& tile, bool loads, float* to,
-                          Panel* panel) {
+                          RowTile* row_tile) {
   return with_bias_dtype(task.problem.bias.dtype, [&](auto dtype) {
-    return load_bias_of<decltype(dtype)::value>(task, tile, loads, to, panel);
+    return load_bias_of<decltype(dtype)::value>(task, tile, loads, to, row_tile);
   });
 }
 
@@ -419,10 +419,10 @@ HWY_INLINE void add_bias_keys(const BiasSums& sums, int64_t at, int64_t n, V32 d
 
 /// Adds dS [n][width] of a tile to dbias.
 template <DType kDType>
-HWY_NOINLINE void add_bias_gradient_of(const BiasSums& sums, const Panel& panel,
+HWY_NOINLINE void add_bias_gradient_of(const BiasSums& sums, const RowTile& row_tile,
                                        const KeyTile& tile, const float* HWY_RESTRICT dS) {
-  const int64_t width = panel.width();
-  for (int64_t lane = 0; lane < panel.count; lane += kLanes) {
+  const int64_t width = row_tile.width();
+  for (int64_t lane = 0; lane < row_tile.count; lane += kLanes) {
     for (int64_t jj = 0; jj < tile.n; jj += kLanes) {
       V32 rows[kLanes];  // whose lanes are keys
       load_words(
@@ -430,22 +430,22 @@ HWY_NOINLINE void add_bias_gradient_of(const BiasSums& sums, const Panel& panel,
               HWY_ATTR { return reinterpret_cast<const char*>(dS + (jj + key) * width + lane); },
           rows);
       FULGUR_UNROLL for (int i = 0; i < kLanes; ++i) {
-        if (lane + i >= panel.count) continue;
-        const int64_t at = panel.dbias_row[lane + i] + (tile.j + jj) * sums.at.key;
+        if (lane + i >= row_tile.count) continue;
+        const int64_t at = row_tile.dbias_row[lane + i] + (tile.j + jj) * sums.at.key;
         add_bias_keys<kDType>(sums, at, tile.n - jj, rows[i]);
       }
     }
   }
 }
-HWY_INLINE void add_bias_gradient(const BiasSums& sums, const Panel& panel, const KeyTile& tile,
-                                  const float* dS) {
+HWY_INLINE void add_bias_gradient(const BiasSums& sums, const RowTile& row_tile,
+                                  const KeyTile& tile, const float* dS) {
   switch (sums.at.dtype) {
     case DType::kF16:
-      return add_bias_gradient_of<DType::kF16>(sums, panel, tile, dS);
+      return add_bias_gradient_of<DType::kF16>(sums, row_tile, tile, dS);
     case DType::kBF16:
-      return add_bias_gradient_of<DType::kBF16>(sums, panel, tile, dS);
+      return add_bias_gradient_of<DType::kBF16>(sums, row_tile, tile, dS);
     default:
-      return add_bias_gradient_of<DType::kF32>(sums, panel, tile, dS);
+      return add_bias_gradient_of<DType::kF32>(sums, row_tile, tile, dS);
   }
 }
 
@@ -468,25 +468,25 @@ HWY_INLINE bool add_numbers(const BiasRows& rows, int64_t vectors, float factor,
   return !hn::AllTrue(u, hn::Eq(hn::Max(max_bits, bound), bound));
 }
 
-/// S += factor bias for a panel whose bias lies in the tensor. If some key is hidden, loads the
+/// S += factor bias for a row tile whose bias lies in the tensor. If some key is hidden, loads the
 /// bias to memory and sets the scores of hidden keys to -inf.
 template <DType kDType>
 HWY_NOINLINE void add_bias_rows(const Problem& p, const KeyTile& tile, float factor,
-                                float* HWY_RESTRICT S, int64_t ld, Panel* panel) {
-  const BiasRows rows(panel->bias_rows, p.bias, *panel, tile.j);
+                                float* HWY_RESTRICT S, int64_t ld, RowTile* row_tile) {
+  const BiasRows rows(row_tile->bias_rows, p.bias, *row_tile, tile.j);
   const bool may_hide =
-      kDType == DType::kBool || add_numbers<kDType>(rows, panel->vectors, factor, S, ld);
+      kDType == DType::kBool || add_numbers<kDType>(rows, row_tile->vectors, factor, S, ld);
   if (!may_hide) return;
   const F32 f;
-  const int64_t width = panel->width();
-  float* const bias = panel->bias_memory;
+  const int64_t width = row_tile->width();
+  float* const bias = row_tile->bias_memory;
   load_bias_tile<kDType>(rows, kBc, width, bias);
-  panel->bias_rows = nullptr;
-  panel->bias = bias;
-  panel->mask.hide(bias, tile.j, width);
+  row_tile->bias_rows = nullptr;
+  row_tile->bias = bias;
+  row_tile->mask.hide(bias, tile.j, width);
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
   for (int64_t jj = 0; jj < kBc; ++jj) {
-    for (int64_t v = 0; v < panel->vectors; ++v) {
+    for (int64_t v = 0; v < row_tile->vectors; ++v) {
       float* const at = S + jj * ld + v * kLanes;
       const auto hidden = hn::Eq(hn::Load(f, bias + jj * width + v * kLanes), none);
       hn::Store(hn::IfThenElse(hidden, none, hn::Load(f, at)), f, at);
@@ -497,21 +497,21 @@ HWY_NOINLINE void add_bias_rows(const Problem& p, const KeyTile& tile, float fac
 /// S += factor bias, and -inf where the bias is -inf, whatever S is. `factor` converts the bias to
 /// the units of S.
 HWY_INLINE void add_bias(const Problem& p, const KeyTile& tile, float factor, float* HWY_RESTRICT S,
-                         int64_t ld, Panel* to) {
+                         int64_t ld, RowTile* to) {
   if (to->bias_rows != nullptr) {
     return with_bias_dtype(p.bias.dtype, [&](auto dtype) {
       constexpr DType kDType = decltype(dtype)::value;
       if constexpr (kByWords<kDType>) add_bias_rows<kDType>(p, tile, factor, S, ld, to);
     });
   }
-  const Panel& panel = *to;
-  if (panel.bias == nullptr) return;
+  const RowTile& row_tile = *to;
+  if (row_tile.bias == nullptr) return;
   const F32 f;
   const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
   const V32 by = hn::Set(f, factor);
   const auto add = [&](const auto& bias, const auto& sum) HWY_ATTR {
     for (int64_t jj = 0; jj < tile.n; ++jj) {
-      for (int64_t v = 0; v < panel.vectors; ++v) {
+      for (int64_t v = 0; v < row_tile.vectors; ++v) {
         float* at = S + jj * ld + v * kLanes;
         hn::Store(sum(hn::Load(f, at), bias(jj, v)), f, at);
       }
@@ -522,13 +522,13 @@ HWY_INLINE void add_bias(const Problem& p, const KeyTile& tile, float factor, fl
     return hn::IfThenElse(hn::Eq(b, none), b, hn::MulAdd(b, by, x));
   };
   const auto add_either = [&](const auto& bias) HWY_ATTR {
-    panel.mask.hides() ? add(bias, hiding) : add(bias, plain);
+    row_tile.mask.hides() ? add(bias, hiding) : add(bias, plain);
   };
-  if (panel.bias_step == 0) {
-    add_either([&](int64_t jj, int64_t) HWY_ATTR { return hn::Set(f, panel.bias[jj]); });
+  if (row_tile.bias_step == 0) {
+    add_either([&](int64_t jj, int64_t) HWY_ATTR { return hn::Set(f, row_tile.bias[jj]); });
   } else {
     add_either([&](int64_t jj, int64_t v) HWY_ATTR {
-      return hn::Load(f, panel.bias + jj * panel.bias_step + v * kLanes);
+      return hn::Load(f, row_tile.bias + jj * row_tile.bias_step + v * kLanes);
     });
   }
 }

@@ -14,8 +14,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-/// The maximum rows a kv head that are decoded. More rows fill the vectors of panels well.
-constexpr int64_t kDecodeRows = std::min<int64_t>(16, kPanelRows);
+/// The maximum rows a kv head that are decoded. More rows fill the vectors of row tiles well.
+constexpr int64_t kDecodeRows = std::min<int64_t>(16, kBr);
 
 /// Sums the 128-bit blocks of a vector.
 template <class D>
@@ -98,12 +98,12 @@ struct DecodeTile {
 /// The rows of a task, one in each lane: their state over the tiles so far, and their scores of the
 /// current tile.
 struct DecodeRows {
-  int64_t count, width;       // rows; lanes, a whole number of vectors
-  std::vector<Panel> panels;  // of kPanelRows lanes each
-  std::vector<float*> bias;   // of each panel: [kBc][width]
-  float* O;                   // [width][round_up(dv)]
-  float *m, *l, *alpha;       // [width]
-  float* S;                   // [kBc][width]
+  int64_t count, width;            // rows; lanes, a whole number of vectors
+  std::vector<RowTile> row_tiles;  // of kBr lanes each
+  std::vector<float*> bias;        // of each row tile: [kBc][width]
+  float* O;                        // [width][round_up(dv)]
+  float *m, *l, *alpha;            // [width]
+  float* S;                        // [kBc][width]
 
   DecodeRows(const Problem& p, int64_t rows, Arena& arena)
       : count(rows), width(round_up(rows, kLanes)) {
@@ -112,15 +112,15 @@ struct DecodeRows {
     l = arena.take(width);
     alpha = arena.take(width);
     S = arena.take(kBc * width + kLanes);  // a vector may begin at any row
-    bias.resize(p.has(Arg::kBias) ? (rows + kPanelRows - 1) / kPanelRows : 0);
+    bias.resize(p.has(Arg::kBias) ? (rows + kBr - 1) / kBr : 0);
     for (float*& tile : bias) tile = take_bias_tile(p, arena);
   }
 
   /// The rows of one kv head follow those of the kv head before.
   void start(const Task& task) {
-    panels.resize((count + kPanelRows - 1) / kPanelRows);
-    for (int64_t row = 0; row < count; row += kPanelRows) {
-      make_panel(task, row, std::min(count, row + kPanelRows), &panels[row / kPanelRows]);
+    row_tiles.resize((count + kBr - 1) / kBr);
+    for (int64_t row = 0; row < count; row += kBr) {
+      make_row_tile(task, row, std::min(count, row + kBr), &row_tiles[row / kBr]);
     }
     std::fill_n(O, width * round_up(task.problem.dv, kLanes), 0.0f);
     std::fill_n(m, width, -std::numeric_limits<float>::infinity());
@@ -132,7 +132,7 @@ struct DecodeRows {
   bool take_bias(const Task& task, const KeyTile& tile) {
     bool sees = bias.empty();
     for (size_t i = 0; i < bias.size(); ++i) {
-      sees |= load_bias(task, tile, false, bias[i], &panels[i]);
+      sees |= load_bias(task, tile, false, bias[i], &row_tiles[i]);
     }
     return sees;
   }
@@ -140,20 +140,20 @@ struct DecodeRows {
   /// Turns S of a tile into P.
   HWY_INLINE void probabilities(const Task& task, const KeyTile& tile) {
     const Problem& p = task.problem;
-    for (size_t i = 0; i < panels.size(); ++i) {
-      const int64_t at = static_cast<int64_t>(i) * kPanelRows;
-      score_rule(p, tile, S + at, width, nullptr, &panels[i]);
-      online_softmax(panels[i], tile.n, S + at, width, m + at, l + at, alpha + at);
+    for (size_t i = 0; i < row_tiles.size(); ++i) {
+      const int64_t at = static_cast<int64_t>(i) * kBr;
+      score_rule(p, tile, S + at, width, nullptr, &row_tiles[i]);
+      online_softmax(row_tiles[i], tile.n, S + at, width, m + at, l + at, alpha + at);
       if (p.dropout_p == 0) continue;
       const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
-      drop(task.given.dropout, keep_scale, panels[i], tile, width, S + at, nullptr);
+      drop(task.given.dropout, keep_scale, row_tiles[i], tile, width, S + at, nullptr);
     }
   }
 
   /// Whether some row does not see some key of a tile.
   bool hide(const KeyTile& tile) const {
-    return std::any_of(panels.begin(), panels.end(),
-                       [&](const Panel& panel) { return panel.mask.hides(tile); });
+    return std::any_of(row_tiles.begin(), row_tiles.end(),
+                       [&](const RowTile& row_tile) { return row_tile.mask.hides(tile); });
   }
 
   /// Writes the states; returns the address after them.
@@ -432,7 +432,7 @@ HWY_NOINLINE inline void add_visible_values(const Task& first, const ForwardArgs
         load_keys(first.kv_head_after(r / rows), args.v, p.v, p.dv, tile.j + jj, 1, value, ldo,
                   first.given.scaling.v);
       }
-      if (!all.panels[r / kPanelRows].mask.sees(r % kPanelRows, tile.j + jj)) continue;
+      if (!all.row_tiles[r / kBr].mask.sees(r % kBr, tile.j + jj)) continue;
       const V32 weight = hn::Set(f, all.S[jj * all.width + r]);
       for (int64_t c = 0; c < ldo; c += kLanes) {
         float* o = all.O + r * ldo + c;
@@ -601,7 +601,7 @@ HWY_INLINE void decode_by(const Task& first, const ForwardArgs& args, int64_t he
   const DecodeOperand K{args.k, p.k, p.d, first.given.scaling.k, numbers};
   const DecodeOperand V{args.v, p.v, p.dv, first.given.scaling.v, numbers};
 
-  KeyTiles tiles = all.panels[0].mask.tiles({key_begin, key_end});  // the same for every head
+  KeyTiles tiles = all.row_tiles[0].mask.tiles({key_begin, key_end});  // the same for every head
   for (; !tiles.done(); tiles.next()) {
     const KeyTile tile = tiles.tile();
     if (!all.take_bias(first, tile)) continue;

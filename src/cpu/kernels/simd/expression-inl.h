@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "call/lengths.h"
-#include "cpu/kernels/simd/panel-inl.h"
+#include "cpu/kernels/simd/row_tile-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
@@ -26,7 +26,7 @@ class TaskExpressions {
   TaskExpressions(const Task& task, float* scratch) : task_(task), given_(task.given.expressions) {
     if (given_ == nullptr) return;
     const expression::StagedGraph& g = given_->graph;
-    const ExpressionLayout layout(g, kPanelRows);
+    const ExpressionLayout layout(g, kBr);
     auto* const words = reinterpret_cast<int32_t*>(scratch) + given_->scratch;
     uniform_ = words + layout.uniform;
     rows_ = words + layout.rows;
@@ -45,27 +45,27 @@ class TaskExpressions {
   bool masks() const { return given() && call().mask >= 0; }
   bool changes_scores() const { return given() && call().score >= 0; }
 
-  /// Computes the nodes of the rows of panel `number`.
-  void set_rows(const Panel& panel, int64_t row_begin, int64_t number) {
+  /// Computes the nodes of the rows of row tile `number`.
+  void set_rows(const RowTile& row_tile, int64_t row_begin, int64_t number) {
     if (!given()) return;
     const expression::StagedGraph& g = given_->graph;
     int32_t* const rows = rows_of(number);
     RowWalk row(task_, row_begin);
     expression::Place at = place_;
-    for (int64_t lane = 0; lane < panel.width(); ++lane) {
-      if (lane < panel.count) {
+    for (int64_t lane = 0; lane < row_tile.width(); ++lane) {
+      if (lane < row_tile.count) {
         at.q = row.query;
         at.h = row.head;
         g.evaluate(g.rows, given_->tensors, at, values_);
         row.next();
       }
-      for (size_t i = 0; i < g.rows.size(); ++i) rows[i * kPanelRows + lane] = bits(g.rows[i]);
+      for (size_t i = 0; i < g.rows.size(); ++i) rows[i * kBr + lane] = bits(g.rows[i]);
     }
     if (!masks()) return;
     row_hulls_.clear();
     for (size_t i = 0; i < g.rows.size(); ++i) {
-      row_hulls_.push_back(expression::hull_of(node(g.rows[i]).type(),
-                                               std::span(rows + i * kPanelRows, panel.count)));
+      row_hulls_.push_back(
+          expression::hull_of(node(g.rows[i]).type(), std::span(rows + i * kBr, row_tile.count)));
     }
     hulls().begin(row_hulls_, &hulls_[number]);
     for (Known& one : known_[number]) one.j = -1;
@@ -102,13 +102,13 @@ class TaskExpressions {
     }
   }
 
-  /// Applies the mask to a tile: `bias` [kBc][width] takes the panel's bias, with -inf for the keys
-  /// that the mask hides. Returns whether some row sees some key.
+  /// Applies the mask to a tile: `bias` [kBc][width] takes the row tile's bias, with -inf for the
+  /// keys that the mask hides. Returns whether some row sees some key.
   HWY_NOINLINE bool mask(const KeyTile& tile, int64_t number, int64_t columns, float* bias,
-                         Panel* panel) {
+                         RowTile* row_tile) {
     const Tile is = state(number, tile.j);
     if (is != Tile::kPartial) return is == Tile::kFull;
-    at(number, columns, *panel);
+    at(number, columns, *row_tile);
     const F32 f;
     const I32 i;
     const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
@@ -121,7 +121,7 @@ class TaskExpressions {
         for (int64_t v = 0; v < vectors_; ++v) {
           float* const to = bias + (jj + key) * width_ + v * kLanes;
           const auto seen = load(shown, key, v);
-          const V32 before = panel->bias == nullptr ? hn::Zero(f) : hn::Load(f, to);
+          const V32 before = row_tile->bias == nullptr ? hn::Zero(f) : hn::Load(f, to);
           hn::Store(hn::IfThenElse(hn::RebindMask(f, hn::Ne(seen, hn::Zero(i))), before, none), f,
                     to);
           every = hn::And(every, seen);
@@ -131,8 +131,8 @@ class TaskExpressions {
     }
     if (hn::AllTrue(i, hn::Eq(any, hn::Zero(i)))) return false;
     if (hn::AllTrue(i, hn::Ne(every, hn::Zero(i)))) return true;
-    panel->bias = bias;
-    panel->mask.hide(bias, tile.j, width_);
+    row_tile->bias = bias;
+    row_tile->mask.hide(bias, tile.j, width_);
     return true;
   }
 
@@ -141,8 +141,8 @@ class TaskExpressions {
   /// `bias` as above. Keeps the values that add_gradients() needs.
   HWY_NOINLINE void change_scores(const KeyTile& tile, int64_t number, int64_t columns,
                                   float* HWY_RESTRICT S, int64_t ld, float* HWY_RESTRICT slope,
-                                  bool sloped, float* bias, Panel* panel) {
-    at(number, columns, *panel);
+                                  bool sloped, float* bias, RowTile* row_tile) {
+    at(number, columns, *row_tile);
     const F32 f;
     const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
     const expression::StagedGraph& g = given_->graph;
@@ -164,19 +164,19 @@ class TaskExpressions {
       if (slope != nullptr) store_slope(jj, n, sloped, slope + jj * ld, ld);
       if (task_.tensor_sums != nullptr) keep_gradients(jj, n);
     }
-    if (!hn::AllTrue(f, hn::Ne(min_score, none))) hide_infinite(tile, S, ld, bias, panel);
+    if (!hn::AllTrue(f, hn::Ne(min_score, none))) hide_infinite(tile, S, ld, bias, row_tile);
   }
 
   /// Adds the gradients of tensors from dS [n][width], the gradients of a tile's changed scores.
-  void add_gradients(const Panel& panel, const KeyTile& tile, const float* HWY_RESTRICT dS) {
+  void add_gradients(const RowTile& row_tile, const KeyTile& tile, const float* HWY_RESTRICT dS) {
     if (task_.tensor_sums == nullptr) return;
-    const int64_t size = kBc * kPanelRows;
+    const int64_t size = kBc * kBr;
     for (size_t s = 0; s < call().scatters.size(); ++s) {
       const int tensor = node(call().scatters[s].gather).tensor;
       double* const sums = task_.tensor_sums + given_->sums[tensor];
       for (int64_t jj = 0; jj < tile.n; ++jj) {
-        for (int64_t lane = 0; lane < panel.count; ++lane) {
-          const int64_t entry = jj * panel.width() + lane;
+        for (int64_t lane = 0; lane < row_tile.count; ++lane) {
+          const int64_t entry = jj * row_tile.width() + lane;
           const float ds = dS[entry];
           if (ds == 0) continue;  // a hidden key adds nothing, even if its derivative is NaN
           sums[where_[s * size + entry]] +=
@@ -198,25 +198,23 @@ class TaskExpressions {
   const expression::Node& node(int n) const { return call().graph.nodes[n]; }
   int32_t bits(int n) const { return expression::bits_of(node(n).type(), values_[n]); }
   int32_t* rows_of(int64_t number) const {
-    return rows_ + number * static_cast<int64_t>(given_->graph.rows.size()) * kPanelRows;
+    return rows_ + number * static_cast<int64_t>(given_->graph.rows.size()) * kBr;
   }
   const expression::MaskHulls& hulls() const { return given_->hulls[task_.b]; }
-  /// The mask of a tile and the rows of a panel: of the tile that skip_hidden() found last.
+  /// The mask of a key tile and the rows of a row tile: of the tile that skip_hidden() found last.
   Tile state(int64_t number, int64_t j) {
     for (const Known& one : known_[number]) {
       if (one.j == j) return one.is;
     }
     return hulls().tile(j / kBc, &hulls_[number]);
   }
-  int32_t* mixed_of(int n) const {
-    return mixed_ + given_->graph.slots[n] * kExpressionKeys * kPanelRows;
-  }
+  int32_t* mixed_of(int n) const { return mixed_ + given_->graph.slots[n] * kExpressionKeys * kBr; }
 
-  void at(int64_t number, int64_t columns, const Panel& panel) {
+  void at(int64_t number, int64_t columns, const RowTile& row_tile) {
     its_rows_ = rows_of(number);
     its_columns_ = tile_columns_[columns];
-    vectors_ = panel.vectors;
-    width_ = panel.width();
+    vectors_ = row_tile.vectors;
+    width_ = row_tile.width();
   }
 
   Operand operand(int n, int64_t jj) const {
@@ -225,7 +223,7 @@ class TaskExpressions {
       case expression::Stage::kUniform:
         return {uniform_ + slot, 0, true};
       case expression::Stage::kRow:
-        return {its_rows_ + slot * kPanelRows, 0, false};
+        return {its_rows_ + slot * kBr, 0, false};
       case expression::Stage::kColumn:
         return {its_columns_ + slot * kBc + jj, 1, true};
       case expression::Stage::kMixed:
@@ -437,7 +435,7 @@ class TaskExpressions {
   /// Loads elements of a tensor.
   HWY_NOINLINE void gather(const expression::Node& node, int64_t jj, int64_t n, int32_t* out) {
     const ConstTensor& t = given_->tensors[node.tensor];
-    HWY_ALIGN int64_t places[kPanelRows];
+    HWY_ALIGN int64_t places[kBr];
     const int64_t size = size_of(t.dtype);
     const auto* const data = static_cast<const char*>(t.data);
     const bool empty = t.numel() == 0;
@@ -502,8 +500,8 @@ class TaskExpressions {
 
   void keep_gradients(int64_t jj, int64_t n) {
     const I32 i;
-    const int64_t size = kBc * kPanelRows;
-    HWY_ALIGN int64_t places[kPanelRows];
+    const int64_t size = kBc * kBr;
+    HWY_ALIGN int64_t places[kBr];
     for (size_t s = 0; s < call().scatters.size(); ++s) {
       const auto& [gather, derivative] = call().scatters[s];
       const ConstTensor& t = given_->tensors[node(gather).tensor];
@@ -530,19 +528,19 @@ class TaskExpressions {
 
   /// Hides the keys whose scores are -inf.
   HWY_NOINLINE void hide_infinite(const KeyTile& tile, const float* S, int64_t ld, float* bias,
-                                  Panel* panel) const {
+                                  RowTile* row_tile) const {
     const F32 f;
     const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
     for (int64_t jj = 0; jj < tile.n; ++jj) {
       for (int64_t v = 0; v < vectors_; ++v) {
         float* const to = bias + jj * width_ + v * kLanes;
-        const V32 before = panel->bias == nullptr ? hn::Zero(f) : hn::Load(f, to);
+        const V32 before = row_tile->bias == nullptr ? hn::Zero(f) : hn::Load(f, to);
         const auto hidden = hn::Eq(hn::Load(f, S + jj * ld + v * kLanes), none);
         hn::Store(hn::IfThenElse(hidden, none, before), f, to);
       }
     }
-    panel->bias = bias;
-    panel->mask.hide(bias, tile.j, width_);
+    row_tile->bias = bias;
+    row_tile->mask.hide(bias, tile.j, width_);
   }
 
   /// e^x; 0 or inf if it leaves the range of f32.
@@ -571,13 +569,13 @@ class TaskExpressions {
   expression::Place place_;
   std::vector<double> values_;
   const int32_t* tile_columns_[kTiles] = {};
-  /// The tile of each panel that skip_hidden() found last.
+  /// The key tile of each row tile that skip_hidden() found last.
   struct Known {
     int64_t j;
     Tile is;
   };
-  Known known_[kPanels][2];
-  std::vector<expression::Hull> row_hulls_, hulls_[kPanels];
+  Known known_[kRowTiles][2];
+  std::vector<expression::Hull> row_hulls_, hulls_[kRowTiles];
 };
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE

@@ -16,29 +16,29 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 constexpr int64_t kPackingRows = 5;  // see Kernels::packing_rows
 
 /// The keys of each row of a bias that are prefetched as one run. The L2 cache has room for two
-/// such runs of the rows of all panels.
+/// such runs of the rows of all row tiles.
 constexpr int64_t kPrefetchKeys = 2 * kBc;
 
 /// The row block in fast memory.
 struct ForwardScratch {
-  float *Qt[kPanels], *Ot[kPanels];  // [d][width], [dv][width]
-  float *m[kPanels], *l[kPanels];    // [width]
-  float *K, *V;                      // [kBc][round_up(d)], [kBc][round_up(dv)]
-  float* S;                          // [kBc][kPanelRows]
-  float* rows;                       // [kPanelRows][round_up(max(d, dv))]
-  float* bias;                       // [kBc][width]
+  float *Qt[kRowTiles], *Ot[kRowTiles];  // [d][width], [dv][width]
+  float *m[kRowTiles], *l[kRowTiles];    // [width]
+  float *K, *V;                          // [kBc][round_up(d)], [kBc][round_up(dv)]
+  float* S;                              // [kBc][kBr]
+  float* rows;                           // [kBr][round_up(max(d, dv))]
+  float* bias;                           // [kBc][width]
 
   ForwardScratch(const Problem& p, Arena& arena) : bias(take_bias_tile(p, arena)) {
-    for (int64_t i = 0; i < kPanels; ++i) {
-      Qt[i] = arena.take(p.d * kPanelRows);
-      Ot[i] = arena.take(p.dv * kPanelRows);
-      m[i] = arena.take(kPanelRows);
-      l[i] = arena.take(kPanelRows);
+    for (int64_t i = 0; i < kRowTiles; ++i) {
+      Qt[i] = arena.take(p.d * kBr);
+      Ot[i] = arena.take(p.dv * kBr);
+      m[i] = arena.take(kBr);
+      l[i] = arena.take(kBr);
     }
     K = arena.take(kBc * round_up(p.d, kLanes));
     V = arena.take(kBc * round_up(p.dv, kLanes));
-    S = arena.take(kBc * kPanelRows);
-    rows = arena.take(kPanelRows * round_up(std::max(p.d, p.dv), kLanes));
+    S = arena.take(kBc * kBr);
+    rows = arena.take(kBr * round_up(std::max(p.d, p.dv), kLanes));
   }
 };
 
@@ -85,10 +85,10 @@ HWY_INLINE void online_softmax_of(int64_t n, float* HWY_RESTRICT S, int64_t ld,
   }
 }
 
-HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRICT S, int64_t ld,
-                               float* HWY_RESTRICT m, float* HWY_RESTRICT l,
+HWY_INLINE void online_softmax(const RowTile& row_tile, int64_t n, float* HWY_RESTRICT S,
+                               int64_t ld, float* HWY_RESTRICT m, float* HWY_RESTRICT l,
                                float* HWY_RESTRICT alpha) {
-  switch (panel.vectors) {
+  switch (row_tile.vectors) {
     case 1:
       return online_softmax_of<1>(n, S, ld, m, l, alpha);
     case 2:
@@ -100,23 +100,23 @@ HWY_INLINE void online_softmax(const Panel& panel, int64_t n, float* HWY_RESTRIC
 
 /// O^T += V^T P^T where V has inf or NaN: a key adds only to the rows that see it, because 0 * NaN
 /// is NaN.
-HWY_NOINLINE inline void accumulate_visible(const Panel& panel, const KeyTile& tile, int64_t dv,
-                                            const float* HWY_RESTRICT V, int64_t ldv,
+HWY_NOINLINE inline void accumulate_visible(const RowTile& row_tile, const KeyTile& tile,
+                                            int64_t dv, const float* HWY_RESTRICT V, int64_t ldv,
                                             const float* HWY_RESTRICT P, int64_t ldp,
                                             const float* HWY_RESTRICT alpha,
                                             float* HWY_RESTRICT Ot) {
   const F32 f;
-  const Visible visible(panel.mask, panel.vectors, tile);
-  for (int64_t v = 0; v < panel.vectors; ++v) {
+  const Visible visible(row_tile.mask, row_tile.vectors, tile);
+  for (int64_t v = 0; v < row_tile.vectors; ++v) {
     for (int64_t c = 0; c < dv; ++c) {
-      float* o = Ot + c * panel.width() + v * kLanes;
+      float* o = Ot + c * row_tile.width() + v * kLanes;
       hn::Store(hn::Mul(hn::Load(f, o), hn::Load(f, alpha + v * kLanes)), f, o);
     }
     for (int64_t jj = 0; jj < tile.n; ++jj) {
       const auto seen = visible.mask(v, jj);
       const V32 p = hn::Load(f, P + jj * ldp + v * kLanes);
       for (int64_t c = 0; c < dv; ++c) {
-        float* o = Ot + c * panel.width() + v * kLanes;
+        float* o = Ot + c * row_tile.width() + v * kLanes;
         const V32 add = hn::IfThenElseZero(seen, hn::Mul(p, hn::Set(f, V[jj * ldv + c])));
         hn::Store(hn::Add(hn::Load(f, o), add), f, o);
       }
@@ -140,16 +140,16 @@ HWY_INLINE RowEnd end_row(const Task& task, int64_t r, float m, float l) {
   return {static_cast<float>(joined.keys), static_cast<float>(joined.lse)};
 }
 
-/// Stores O = O / l and LSE = ln 2 (m + log2 l) of a panel (Alg. 1, lines 12 to 15).
+/// Stores O = O / l and LSE = ln 2 (m + log2 l) of a row tile (Alg. 1, lines 12 to 15).
 HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t row,
-                            const Panel& panel, const float* HWY_RESTRICT Ot,
+                            const RowTile& row_tile, const float* HWY_RESTRICT Ot,
                             const float* HWY_RESTRICT m, const float* HWY_RESTRICT l,
                             float* HWY_RESTRICT rows) {
   const F32 f;
   const Problem& p = task.problem;
-  const int64_t ld = round_up(p.dv, kLanes), width = panel.width();
+  const int64_t ld = round_up(p.dv, kLanes), width = row_tile.width();
   const auto lane_column = hn::Mul(hn::Iota(I32(), 0), hn::Set(I32(), static_cast<int32_t>(width)));
-  for (int64_t r = 0; r < panel.count; ++r) {
+  for (int64_t r = 0; r < row_tile.count; ++r) {
     const RowEnd end = end_row(task, row + r, m[r], l[r]);
     const V32 scale = hn::Set(f, l[r] == 0 ? 0 : end.weight / l[r]);
     int64_t c = 0;
@@ -172,26 +172,27 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
   const int64_t ldk = round_up(p.d, kLanes), ldv = round_up(p.dv, kLanes);
   const kernels::DropoutMask& dropout = task.given.dropout;
   const OperandScaling& scaling = task.given.scaling;
-  HWY_ALIGN float alpha[kPanelRows];
+  HWY_ALIGN float alpha[kBr];
   TaskExpressions expressions(task, scratch);
 
-  Panel panels[kPanels];
-  KeyTiles tiles[kPanels];  // that each panel has yet to visit
+  RowTile row_tiles[kRowTiles];
+  KeyTiles tiles[kRowTiles];  // that each row tile has yet to visit
   int64_t count = 0;
-  for (int64_t row = row_begin; row < row_end; row += kPanelRows, ++count) {
-    Panel& panel = panels[count];
-    make_panel(task, row, std::min(row_end, row + kPanelRows), &panel);
-    tiles[count] = panel.mask.tiles({0, task.s.sk});
-    expressions.set_rows(panel, row, count);
+  for (int64_t row = row_begin; row < row_end; row += kBr, ++count) {
+    RowTile& row_tile = row_tiles[count];
+    make_row_tile(task, row, std::min(row_end, row + kBr), &row_tile);
+    tiles[count] = row_tile.mask.tiles({0, task.s.sk});
+    expressions.set_rows(row_tile, row, count);
     expressions.skip_hidden(count, &tiles[count]);
-    load_queries(task, args.q, p.q, p.d, row, panel.count, panel.width(), s.rows, ldk, scaling.q);
-    transpose(s.rows, ldk, panel.width(), p.d, query_factor(p), s.Qt[count], panel.width());
-    std::fill_n(s.Ot[count], p.dv * panel.width(), 0.0f);
-    std::fill_n(s.m[count], panel.width(), -std::numeric_limits<float>::infinity());
-    std::fill_n(s.l[count], panel.width(), 0.0f);
+    load_queries(task, args.q, p.q, p.d, row, row_tile.count, row_tile.width(), s.rows, ldk,
+                 scaling.q);
+    transpose(s.rows, ldk, row_tile.width(), p.d, query_factor(p), s.Qt[count], row_tile.width());
+    std::fill_n(s.Ot[count], p.dv * row_tile.width(), 0.0f);
+    std::fill_n(s.m[count], row_tile.width(), -std::numeric_limits<float>::infinity());
+    std::fill_n(s.l[count], row_tile.width(), 0.0f);
   }
 
-  // All panels visit a tile before the next one, so that it is widened only once.
+  // All row tiles visit a key tile before the next one, so that it is widened only once.
   const auto next_tile = [&] {
     return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
       return x.tile().j < y.tile().j;
@@ -202,7 +203,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     bool loaded = false, finite = false;
     expressions.set_columns(j, n, 0);
     for (int64_t i = 0; i < count; ++i) {
-      Panel& panel = panels[i];
+      RowTile& row_tile = row_tiles[i];
       const KeyTile tile = tiles[i].tile();
       if (tile.j != j) continue;
       tiles[i].next();
@@ -212,46 +213,46 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
       const auto with_prefetch = [&](int64_t M, int half, const auto& multiply) HWY_ATTR {
         if (!p.has(Arg::kBias)) return multiply(0, M);
         const int64_t run = tile.j / kPrefetchKeys * kPrefetchKeys, next = run + kPrefetchKeys;
-        const int64_t keys = std::min(kPrefetchKeys, panel.mask.end() - next),
+        const int64_t keys = std::min(kPrefetchKeys, row_tile.mask.end() - next),
                       steps = kPrefetchParts / 2;
         const int64_t step = round_up((M + steps - 1) / steps, 8);
         for (int64_t part = 0; part < steps; ++part) {
-          prefetch_bias(task.given.bias.data, p.bias, panel.bias_row, panel.bias_count(), next,
-                        keys, (tile.j - run) / kBc * kPrefetchParts + half * steps + part,
+          prefetch_bias(task.given.bias.data, p.bias, row_tile.bias_row, row_tile.bias_count(),
+                        next, keys, (tile.j - run) / kBc * kPrefetchParts + half * steps + part,
                         kPrefetchKeys / kBc * kPrefetchParts);
           const int64_t begin = std::min(M, part * step);
           multiply(begin, std::min(step, M - begin));
         }
       };
-      if (!begin_tile(task, expressions, i, 0, tile, s.bias, &panel)) continue;
+      if (!begin_tile(task, expressions, i, 0, tile, s.bias, &row_tile)) continue;
       if (!loaded) {
         load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
         finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
         loaded = true;
       }
-      const int64_t width = panel.width();
+      const int64_t width = row_tile.width();
       with_prefetch(n, 0, [&](int64_t key, int64_t count) HWY_ATTR {
-        gemm<Init::kZero>(count, panel.vectors, p.d, {s.K + key * ldk, ldk, 1}, {s.Qt[i], width},
+        gemm<Init::kZero>(count, row_tile.vectors, p.d, {s.K + key * ldk, ldk, 1}, {s.Qt[i], width},
                           s.S + key * width, width, nullptr);
       });
-      score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &panel);
-      online_softmax(panel, n, s.S, width, s.m[i], s.l[i], alpha);
+      score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &row_tile);
+      online_softmax(row_tile, n, s.S, width, s.m[i], s.l[i], alpha);
       if (p.dropout_p > 0) {
         const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
-        drop(dropout, keep_scale, panel, tile, width, s.S, nullptr);
+        drop(dropout, keep_scale, row_tile, tile, width, s.S, nullptr);
       }
-      if (finite || !panel.mask.hides(tile)) {
+      if (finite || !row_tile.mask.hides(tile)) {
         with_prefetch(p.dv, 1, [&](int64_t c, int64_t count) HWY_ATTR {
-          gemm<Init::kScaleAdd>(count, panel.vectors, n, {s.V + c, 1, ldv}, {s.S, width},
+          gemm<Init::kScaleAdd>(count, row_tile.vectors, n, {s.V + c, 1, ldv}, {s.S, width},
                                 s.Ot[i] + c * width, width, alpha);
         });
       } else {
-        accumulate_visible(panel, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
+        accumulate_visible(row_tile, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
       }
     }
   }
   for (int64_t i = 0; i < count; ++i) {
-    finish_rows(task, args, row_begin + i * kPanelRows, panels[i], s.Ot[i], s.m[i], s.l[i], s.rows);
+    finish_rows(task, args, row_begin + i * kBr, row_tiles[i], s.Ot[i], s.m[i], s.l[i], s.rows);
   }
 }
 

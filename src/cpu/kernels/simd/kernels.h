@@ -14,9 +14,9 @@
 
 namespace fulgur::cpu {
 
-constexpr int64_t kBc = 64;     ///< keys of a tile
-constexpr int64_t kPanels = 8;  ///< row panels that share a widened K/V tile
-constexpr int64_t kTiles = 4;   ///< K/V tiles that share a transposed row panel (backward)
+constexpr int64_t kBc = 64;       ///< keys of a tile
+constexpr int64_t kRowTiles = 8;  ///< row tiles that share a widened key tile
+constexpr int64_t kTiles = 4;     ///< key tiles that share a transposed row tile (backward)
 
 /// Where dbias is summed: in dbias itself, or in floats.
 struct BiasSums {
@@ -31,14 +31,14 @@ constexpr int64_t kExpressionKeys =
 struct ExpressionLayout {
   int64_t uniform = 0, rows, columns, mixed, where, derivatives, words;
 
-  ExpressionLayout(const expression::StagedGraph& g, int64_t panel_rows) {
+  ExpressionLayout(const expression::StagedGraph& g, int64_t Br) {
     const auto count = [](const auto& list) { return static_cast<int64_t>(list.size()); };
     const auto aligned = [](int64_t n) { return (n + 15) / 16 * 16; };
-    const int64_t tiles = count(g.call.scatters) * kBc * panel_rows;
+    const int64_t tiles = count(g.call.scatters) * kBc * Br;
     rows = aligned(count(g.uniform));
-    columns = rows + aligned(kPanels * count(g.rows) * panel_rows);
+    columns = rows + aligned(kRowTiles * count(g.rows) * Br);
     mixed = columns + aligned(kTiles * count(g.columns) * kBc);
-    where = mixed + aligned(count(g.mixed) * kExpressionKeys * panel_rows);
+    where = mixed + aligned(count(g.mixed) * kExpressionKeys * Br);
     derivatives = where + aligned(tiles);
     words = derivatives + aligned(tiles);
   }
@@ -110,8 +110,8 @@ struct Speeds {
 struct Kernels {
   const char* target;    ///< the vectors of an instruction set, or a path of bf16
   bool vectors;          ///< whether f32 vectors make all products
-  int64_t panel_rows;    ///< rows of a full panel
-  int64_t panels;        ///< the maximum number of panels of a block of rows
+  int64_t Br;            ///< rows of a full row tile
+  int64_t row_tiles;     ///< the maximum number of row tiles of a block of rows
   int64_t packing_rows;  ///< packing the keys of a block takes as long as computing so many rows
 
   Speeds speeds;
@@ -119,7 +119,7 @@ struct Kernels {
   double (*fma_rounds)(int64_t rounds, float* sink);  ///< probes the vectors: probes-inl.h
 
   int64_t (*forward_scratch)(const Problem&);  ///< floats
-  /// O and LSE of rows [row_begin, row_end), at most `panels` panels.
+  /// O and LSE of rows [row_begin, row_end), at most `row_tiles` row tiles.
   void (*forward)(const Task&, const ForwardArgs&, int64_t row_begin, int64_t row_end,
                   float* scratch);
 

@@ -1,5 +1,5 @@
-// The mask hook of the CPU's kernels: which keys each row of a panel sees, which tiles of keys need
-// the mask, and the scores of hidden keys, -inf. call/mask.h has the intervals of keys.
+// The mask hook of the CPU's kernels: which keys each row of a row tile sees, which tiles of keys
+// need the mask, and the scores of hidden keys, -inf. call/mask.h has the intervals of keys.
 #if defined(FULGUR_CPU_MASK_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_MASK_INL_H_
 #undef FULGUR_CPU_MASK_INL_H_
@@ -16,16 +16,17 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-constexpr int64_t kPanelRows = 3 * kLanes;
+constexpr int64_t kBr = 3 * kLanes;
 
-/// The keys that each row of a panel, one in each lane, sees: those of [begin, end) that, from key
-/// `tree` on, have a bit in the row's words, and that the bias of the current tile does not hide.
-class PanelMask {
+/// The keys that each row of a row tile, one in each lane, sees: those of [begin, end) that, from
+/// key `tree` on, have a bit in the row's words, and that the bias of the current tile does not
+/// hide.
+class RowTileMask {
  public:
-  PanelMask() = default;
+  RowTileMask() = default;
   /// A mask of rows that see nothing until set_row(). `words` has the tree mask of each query of
   /// the sequence, or is null.
-  PanelMask(const Problem& p, const Sequence& s, const uint64_t* words)
+  RowTileMask(const Problem& p, const Sequence& s, const uint64_t* words)
       : mask_(&p.mask),
         s_(s),
         words_(words),
@@ -93,10 +94,9 @@ class PanelMask {
   Sequence s_{};
   const uint64_t* words_ = nullptr;
   KeyRange any_, all_;  // keys that some row sees; keys that every row sees
-  int64_t begin_[kPanelRows] = {}, end_[kPanelRows] = {};
-  int64_t tree_ = INT64_MAX;  // the first key that has a bit
-  HWY_ALIGN int32_t
-      tree_word_[2][kPanelRows] = {};  // bits of 32 keys from tree_ on, and of 32 more
+  int64_t begin_[kBr] = {}, end_[kBr] = {};
+  int64_t tree_ = INT64_MAX;                  // the first key that has a bit
+  HWY_ALIGN int32_t tree_word_[2][kBr] = {};  // bits of 32 keys from tree_ on, and of 32 more
   const float* bias_ = nullptr;
   int64_t tile_ = 0, step_ = 0;
   static constexpr float kHidden = -std::numeric_limits<float>::infinity();
@@ -104,12 +104,12 @@ class PanelMask {
 
 /// The keys of a tile that each row sees, as masks of vectors.
 struct Visible {
-  HWY_ALIGN int32_t begin[kPanelRows], end[kPanelRows];  // in keys relative to the tile
-  const PanelMask& rows;
+  HWY_ALIGN int32_t begin[kBr], end[kBr];  // in keys relative to the tile
+  const RowTileMask& rows;
   int64_t tree;  // keys from this one on have bits
 
   /// The keys that the rows of so many vectors see.
-  Visible(const PanelMask& rows, int64_t vectors, const KeyTile& tile)
+  Visible(const RowTileMask& rows, int64_t vectors, const KeyTile& tile)
       : rows(rows), tree(rows.tree_ - tile.j) {
     const auto [j, n, partial] = tile;
     for (int64_t lane = 0; lane < vectors * kLanes; ++lane) {
@@ -127,7 +127,7 @@ struct Visible {
     if (rows.hides()) {
       const V32 bias = rows.step_ == 0 ? hn::Set(f, rows.bias_[jj])
                                        : hn::Load(f, rows.bias_ + jj * rows.step_ + v * kLanes);
-      inside = hn::AndNot(hn::Eq(bias, hn::Set(f, PanelMask::kHidden)), inside);
+      inside = hn::AndNot(hn::Eq(bias, hn::Set(f, RowTileMask::kHidden)), inside);
     }
     if (jj < tree) return inside;
     const int64_t bit = jj - tree;
@@ -139,7 +139,7 @@ struct Visible {
 
 /// Sets the scores S [n][ld] of keys that the mask hides to -inf. add_bias() has done so for the
 /// keys that a bias hides.
-HWY_INLINE void hide_scores(const PanelMask& rows, int64_t vectors, const KeyTile& tile,
+HWY_INLINE void hide_scores(const RowTileMask& rows, int64_t vectors, const KeyTile& tile,
                             float* HWY_RESTRICT S, int64_t ld) {
   if (!tile.partial) return;
   const F32 f;

@@ -11,7 +11,7 @@
 
 #include "cpu/kernels/simd/bias-inl.h"
 #include "cpu/kernels/simd/expression-inl.h"
-#include "cpu/kernels/simd/panel-inl.h"
+#include "cpu/kernels/simd/row_tile-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
@@ -56,15 +56,15 @@ HWY_INLINE void softcap_scores(const Problem& p, int64_t vectors, int64_t n, flo
 }
 
 /// S -= slope |distance of the key from the row's diagonal|, which has the derivative 1.
-HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY_RESTRICT S,
+HWY_INLINE void alibi_scores(const RowTile& row_tile, const KeyTile& tile, float* HWY_RESTRICT S,
                              int64_t ld) {
   const F32 f;
-  for (int64_t v = 0; v < panel.vectors; ++v) {
+  for (int64_t v = 0; v < row_tile.vectors; ++v) {
     HWY_ALIGN float diagonal[kLanes];
     for (int64_t lane = 0; lane < kLanes; ++lane) {
-      diagonal[lane] = static_cast<float>(panel.diagonal[v * kLanes + lane] - tile.j);
+      diagonal[lane] = static_cast<float>(row_tile.diagonal[v * kLanes + lane] - tile.j);
     }
-    const V32 slope = hn::Load(f, panel.slope + v * kLanes), at_diagonal = hn::Load(f, diagonal);
+    const V32 slope = hn::Load(f, row_tile.slope + v * kLanes), at_diagonal = hn::Load(f, diagonal);
     for (int64_t jj = 0; jj < tile.n; ++jj) {
       float* at = S + jj * ld + v * kLanes;
       const V32 distance = hn::Abs(hn::Sub(at_diagonal, hn::Set(f, static_cast<float>(jj))));
@@ -77,25 +77,25 @@ HWY_INLINE void alibi_scores(const Panel& panel, const KeyTile& tile, float* HWY
 /// that the mask hides. `slope`, if not null, takes the derivatives of the scores by the scaled
 /// products; it is null where they are not wanted, or all 1.
 HWY_INLINE void score_rule(const Problem& p, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
-                           float* HWY_RESTRICT slope, Panel* panel) {
-  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile.n, S, ld, slope);
-  if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
-  add_bias(p, tile, kLog2e, S, ld, panel);
-  hide_scores(panel->mask, panel->vectors, tile, S, ld);
+                           float* HWY_RESTRICT slope, RowTile* row_tile) {
+  if (p.softcap > 0) softcap_scores(p, row_tile->vectors, tile.n, S, ld, slope);
+  if (p.has(Arg::kAlibiSlopes)) alibi_scores(*row_tile, tile, S, ld);
+  add_bias(p, tile, kLog2e, S, ld, row_tile);
+  hide_scores(row_tile->mask, row_tile->vectors, tile, S, ld);
 }
 
-/// Prepares the bias and the mask of expressions of a tile; returns whether some row of a panel
+/// Prepares the bias and the mask of expressions of a tile; returns whether some row of a row tile
 /// sees some key. `bias` is memory for a tile.
 HWY_INLINE bool begin_tile(const Task& task, TaskExpressions& expressions, int64_t number,
-                           int64_t columns, const KeyTile& tile, float* bias, Panel* panel) {
+                           int64_t columns, const KeyTile& tile, float* bias, RowTile* row_tile) {
   if (task.problem.has(Arg::kBias)) {
-    if (!load_bias(task, tile, expressions.given(), bias, panel)) return false;
+    if (!load_bias(task, tile, expressions.given(), bias, row_tile)) return false;
   } else if (expressions.given()) {
-    panel->bias = nullptr;
-    panel->bias_step = panel->width();
-    panel->mask.hide(nullptr, tile.j, panel->width());
+    row_tile->bias = nullptr;
+    row_tile->bias_step = row_tile->width();
+    row_tile->mask.hide(nullptr, tile.j, row_tile->width());
   }
-  return !expressions.masks() || expressions.mask(tile, number, columns, bias, panel);
+  return !expressions.masks() || expressions.mask(tile, number, columns, bias, row_tile);
 }
 
 /// score_rule() with expressions that change scores. It is not inlined, so that the compiler makes
@@ -104,20 +104,21 @@ HWY_NOINLINE inline void score_rule_of_expressions(const Problem& p, TaskExpress
                                                    int64_t number, int64_t columns,
                                                    const KeyTile& tile, float* HWY_RESTRICT S,
                                                    int64_t ld, float* HWY_RESTRICT slope,
-                                                   float* bias, Panel* panel) {
-  if (p.softcap > 0) softcap_scores(p, panel->vectors, tile.n, S, ld, slope);
-  if (p.has(Arg::kAlibiSlopes)) alibi_scores(*panel, tile, S, ld);
-  expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, panel);
-  add_bias(p, tile, kLog2e, S, ld, panel);
-  hide_scores(panel->mask, panel->vectors, tile, S, ld);
+                                                   float* bias, RowTile* row_tile) {
+  if (p.softcap > 0) softcap_scores(p, row_tile->vectors, tile.n, S, ld, slope);
+  if (p.has(Arg::kAlibiSlopes)) alibi_scores(*row_tile, tile, S, ld);
+  expressions.change_scores(tile, number, columns, S, ld, slope, p.softcap > 0, bias, row_tile);
+  add_bias(p, tile, kLog2e, S, ld, row_tile);
+  hide_scores(row_tile->mask, row_tile->vectors, tile, S, ld);
 }
 
-/// score_rule() of a task that may have expressions, for the panel and the tile of these numbers.
+/// score_rule() of a task that may have expressions, for the row tile and the key tile of these
+/// numbers.
 HWY_INLINE void score_rule(const Problem& p, TaskExpressions& expressions, int64_t number,
                            int64_t columns, const KeyTile& tile, float* HWY_RESTRICT S, int64_t ld,
-                           float* HWY_RESTRICT slope, float* bias, Panel* panel) {
-  if (!expressions.changes_scores()) return score_rule(p, tile, S, ld, slope, panel);
-  score_rule_of_expressions(p, expressions, number, columns, tile, S, ld, slope, bias, panel);
+                           float* HWY_RESTRICT slope, float* bias, RowTile* row_tile) {
+  if (!expressions.changes_scores()) return score_rule(p, tile, S, ld, slope, row_tile);
+  score_rule_of_expressions(p, expressions, number, columns, tile, S, ld, slope, bias, row_tile);
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE

@@ -31,7 +31,7 @@ using U16 = hn::Rebind<uint16_t, F32>;
 using F16 = hn::Rebind<hwy::float16_t, F32>;
 using V32 = hn::Vec<F32>;
 
-/// The floats of a vector. Padded rows and panels are multiples of it.
+/// The floats of a vector. Padded rows and row tiles are multiples of it.
 constexpr int64_t kLanes = HWY_MAX_BYTES / sizeof(float);
 /// Vector registers of the target.
 constexpr int kRegisters = HWY_MAX_BYTES == 64 || HWY_ARCH_ARM_A64 ? 32 : 16;

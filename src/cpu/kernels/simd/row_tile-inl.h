@@ -1,9 +1,9 @@
-// A panel is up to three vectors of rows, one row in each lane.
-#if defined(FULGUR_CPU_PANEL_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef FULGUR_CPU_PANEL_INL_H_
-#undef FULGUR_CPU_PANEL_INL_H_
+// A row tile is up to three vectors of rows, one row in each lane.
+#if defined(FULGUR_CPU_ROW_TILE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_ROW_TILE_INL_H_
+#undef FULGUR_CPU_ROW_TILE_INL_H_
 #else
-#define FULGUR_CPU_PANEL_INL_H_
+#define FULGUR_CPU_ROW_TILE_INL_H_
 #endif
 
 #include "call/dropout.h"
@@ -37,24 +37,24 @@ class Arena {
   int64_t used_ = 0;
 };
 
-/// Memory for the bias of a panel and a tile, [kBc][width]; null in calls without a bias.
+/// Memory for the bias of a row tile and a key tile, [kBc][width]; null in calls without a bias.
 inline float* take_bias_tile(const Problem& p, Arena& arena) {
-  return p.has(Arg::kBias) || p.expressions.given() ? arena.take(kBc * kPanelRows) : nullptr;
+  return p.has(Arg::kBias) || p.expressions.given() ? arena.take(kBc * kBr) : nullptr;
 }
 
-/// The rows of a panel: what masks, score rules, dropout and bias need of each.
-struct Panel {
+/// The rows of a row tile: what masks, score rules, dropout and bias need of each.
+struct RowTile {
   int64_t count = 0;    ///< rows; the results of the lanes after them are not read
   int64_t vectors = 0;  ///< the vectors that have these rows
-  PanelMask mask;
-  int64_t diagonal[kPanelRows];       ///< the key aligned with each query
-  HWY_ALIGN float slope[kPanelRows];  ///< ALiBi, in log2 units
+  RowTileMask mask;
+  int64_t diagonal[kBr];       ///< the key aligned with each query
+  HWY_ALIGN float slope[kBr];  ///< ALiBi, in log2 units
   /// The counter of dropout's random numbers: the part of each row, and the index of key 0.
-  HWY_ALIGN uint32_t query[kPanelRows], head_lo[kPanelRows], head_hi[kPanelRows];
+  HWY_ALIGN uint32_t query[kBr], head_lo[kBr], head_hi[kBr];
   int64_t dropout_key;
-  int64_t bias_row[kPanelRows];   ///< the offset of the row's bias
-  int64_t dbias_row[kPanelRows];  ///< the offset of the row's dbias
-  bool shares_bias = true;        ///< all rows have the same bias
+  int64_t bias_row[kBr];    ///< the offset of the row's bias
+  int64_t dbias_row[kBr];   ///< the offset of the row's dbias
+  bool shares_bias = true;  ///< all rows have the same bias
   /// The bias of the current tile, [n][bias_step], or [n] for all rows if the step is 0. If it is
   /// null, the bias lies in the tensor at bias_rows, and is 0 if these are null, too. add_bias()
   /// then finds whether it hides keys, and loads it to bias_memory if so.
@@ -94,27 +94,27 @@ inline int64_t bias_offset(const Problem::Bias& at, int64_t b, int64_t h, int64_
   return b * at.batch + h * at.head + i * at.row;
 }
 
-inline void make_panel(const Task& task, int64_t row_begin, int64_t row_end, Panel* panel) {
+inline void make_row_tile(const Task& task, int64_t row_begin, int64_t row_end, RowTile* row_tile) {
   const Problem& p = task.problem;
-  panel->count = row_end - row_begin;
-  panel->vectors = (panel->count + kLanes - 1) / kLanes;
-  panel->dropout_key = p.origin.key;
-  panel->shares_bias = true;
-  panel->mask = PanelMask(p, task.s, tree_words(p, task.given.tree_mask, task.b, task.s));
+  row_tile->count = row_end - row_begin;
+  row_tile->vectors = (row_tile->count + kLanes - 1) / kLanes;
+  row_tile->dropout_key = p.origin.key;
+  row_tile->shares_bias = true;
+  row_tile->mask = RowTileMask(p, task.s, tree_words(p, task.given.tree_mask, task.b, task.s));
   RowWalk row(task, row_begin);
-  for (int64_t lane = 0; lane < kPanelRows; ++lane) {
+  for (int64_t lane = 0; lane < kBr; ++lane) {
     const int64_t i = row.query;
-    if (lane < panel->count) panel->mask.set_row(lane, i);
+    if (lane < row_tile->count) row_tile->mask.set_row(lane, i);
     const uint64_t index = dropout_head(p, task.b, row.head);
-    panel->diagonal[lane] = diagonal_of(p.mask, task.s, i);
-    panel->slope[lane] = task.slope(row.head) * kLog2e;
-    panel->bias_row[lane] = bias_offset(p.bias, task.b, row.head, i);
-    panel->shares_bias &= panel->bias_row[lane] == panel->bias_row[0];
-    panel->dbias_row[lane] = bias_offset(task.given.dbias.at, task.b, row.head, i);
-    panel->query[lane] = static_cast<uint32_t>(p.origin.query + i);
-    panel->head_lo[lane] = static_cast<uint32_t>(index);
-    panel->head_hi[lane] = static_cast<uint32_t>(index >> 32);
-    if (lane + 1 < panel->count) row.next();
+    row_tile->diagonal[lane] = diagonal_of(p.mask, task.s, i);
+    row_tile->slope[lane] = task.slope(row.head) * kLog2e;
+    row_tile->bias_row[lane] = bias_offset(p.bias, task.b, row.head, i);
+    row_tile->shares_bias &= row_tile->bias_row[lane] == row_tile->bias_row[0];
+    row_tile->dbias_row[lane] = bias_offset(task.given.dbias.at, task.b, row.head, i);
+    row_tile->query[lane] = static_cast<uint32_t>(p.origin.query + i);
+    row_tile->head_lo[lane] = static_cast<uint32_t>(index);
+    row_tile->head_hi[lane] = static_cast<uint32_t>(index >> 32);
+    if (lane + 1 < row_tile->count) row.next();
   }
 }
 
@@ -147,20 +147,20 @@ HWY_INLINE void random_words(kernels::PhiloxKey key, hn::Vec<U32> (&c)[kernels::
 
 /// Dropout of P [n][ld] of a tile, and of `second` if it is not null: times 1 / (1 - p) if kept, 0
 /// if dropped, even if NaN. The tile begins at a multiple of 4 keys.
-HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const Panel& panel,
+HWY_INLINE void drop(const kernels::DropoutMask& mask, float keep_scale, const RowTile& row_tile,
                      const KeyTile& tile, int64_t ld, float* HWY_RESTRICT P,
                      float* HWY_RESTRICT second) {
   const F32 f;
-  const int64_t n = tile.n, j = panel.dropout_key + tile.j;
+  const int64_t n = tile.n, j = row_tile.dropout_key + tile.j;
   const U32 u;
   const auto threshold = hn::Set(u, mask.threshold);
   const V32 kept = hn::Set(f, keep_scale);
   for (int64_t jj = 0; jj < n; jj += kernels::kDropoutKeys) {
-    for (int64_t v = 0; v < panel.vectors; ++v) {
+    for (int64_t v = 0; v < row_tile.vectors; ++v) {
       hn::Vec<U32> words[kernels::kDropoutKeys] = {
           hn::Set(u, static_cast<uint32_t>((j + jj) / kernels::kDropoutKeys)),
-          hn::Load(u, panel.query + v * kLanes), hn::Load(u, panel.head_lo + v * kLanes),
-          hn::Load(u, panel.head_hi + v * kLanes)};
+          hn::Load(u, row_tile.query + v * kLanes), hn::Load(u, row_tile.head_lo + v * kLanes),
+          hn::Load(u, row_tile.head_hi + v * kLanes)};
       random_words(mask.key, words);
       for (int64_t w = 0; w < std::min<int64_t>(kernels::kDropoutKeys, n - jj); ++w) {
         const auto keeps = hn::RebindMask(f, hn::Not(hn::Lt(words[w], threshold)));

@@ -1,14 +1,14 @@
 // The schedule of both forward passes of bf16 and f16: forward-inl.h, and biased_forward-inl.h for
-// a dense bias of queries and keys. A block of query rows is up to 32 panels of 32 rows. The keys
-// come in chunks of 8 tiles: K and V of a chunk are packed once for all panels, and one panel after
-// the other walks over the tiles of the chunk, so that its O stays in the L1 cache. While P of a
-// tile is computed from its scores, the products for the scores of the next tile are made, and P V
-// of the tiles before.
-#if defined(FULGUR_CPU_PANEL_WALK_INL_H_) == defined(HWY_TARGET_TOGGLE)
-#ifdef FULGUR_CPU_PANEL_WALK_INL_H_
-#undef FULGUR_CPU_PANEL_WALK_INL_H_
+// a dense bias of queries and keys. A block of query rows is up to 32 row tiles of 32 rows. The
+// keys come in chunks of 8 tiles: K and V of a chunk are packed once for all row tiles, and one row
+// tile after the other walks over the tiles of the chunk, so that its O stays in the L1 cache.
+// While P of a tile is computed from its scores, the products for the scores of the next tile are
+// made, and P V of the tiles before.
+#if defined(FULGUR_CPU_FORWARD_SCHEDULE_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef FULGUR_CPU_FORWARD_SCHEDULE_INL_H_
+#undef FULGUR_CPU_FORWARD_SCHEDULE_INL_H_
 #else
-#define FULGUR_CPU_PANEL_WALK_INL_H_
+#define FULGUR_CPU_FORWARD_SCHEDULE_INL_H_
 #endif
 
 #include <utility>
@@ -21,8 +21,8 @@
 HWY_BEFORE_NAMESPACE();
 namespace fulgur::cpu::HWY_NAMESPACE {
 
-constexpr int64_t kTilePanelRows = 2 * kTileRows;
-constexpr int64_t kTilePanels = 32;      // panels of a block
+constexpr int64_t kTileBr = 2 * kTileRows;
+constexpr int64_t kBlockRowTiles = 32;   // row tiles of a block
 constexpr int64_t kAmxPackingRows = 64;  // see Kernels::packing_rows
 
 constexpr int64_t kChunk = 8;  // key tiles of a chunk
@@ -36,34 +36,34 @@ constexpr int64_t group_of(int64_t dv) { return std::min(kChunk, (blocks_of(dv) 
 /// The row block and a chunk of the keys in fast memory. Each pass lays out S, P, O and the
 /// operands of products in its own way.
 template <int kParts>
-struct PanelScratch {
-  uint16_t* Q[kTilePanels];  // an operand, summed over d
-  float* O[kTilePanels];     // [kTilePanelRows x dv in tiles]
-  float* m[kTilePanels];     // [kTilePanelRows]
-  float* l[kTilePanels];     // [kTilePanelRows x row_sums]
-  uint16_t* K[kChunk];       // an operand, summed over d
-  uint16_t* V;               // an operand, summed over the keys of the chunk
-  float* S[2];               // [kTilePanelRows x kBc], of a key tile and the next
-  uint16_t* P[2];            // an operand, summed over keys: of a group and the one before
-  float* P_wide;             // [kTilePanelRows x kBc]: P in f32, before dropout or for vectors
-  float* bias[2];            // [kTilePanelRows x kBc], of a key tile and the next
-  float* V_wide;             // [kBc][dv in tiles]: V in f32, for vectors
+struct TileForwardScratch {
+  uint16_t* Q[kBlockRowTiles];  // an operand, summed over d
+  float* O[kBlockRowTiles];     // [kTileBr x dv in tiles]
+  float* m[kBlockRowTiles];     // [kTileBr]
+  float* l[kBlockRowTiles];     // [kTileBr x row_sums]
+  uint16_t* K[kChunk];          // an operand, summed over d
+  uint16_t* V;                  // an operand, summed over the keys of the chunk
+  float* S[2];                  // [kTileBr x kBc], of a key tile and the next
+  uint16_t* P[2];               // an operand, summed over keys: of a group and the one before
+  float* P_wide;                // [kTileBr x kBc]: P in f32, before dropout or for vectors
+  float* bias[2];               // [kTileBr x kBc], of a key tile and the next
+  float* V_wide;                // [kBc][dv in tiles]: V in f32, for vectors
 
-  PanelScratch(const Problem& p, int64_t row_sums, Arena& arena) {
+  TileForwardScratch(const Problem& p, int64_t row_sums, Arena& arena) {
     const int64_t d = kParts * steps_of(p.d) * kTileDepth, dv = blocks_of(p.dv) * kTileRows;
-    for (int64_t i = 0; i < kTilePanels; ++i) {
-      Q[i] = arena.take_halves(kTilePanelRows * d);
-      O[i] = arena.take(dv * kTilePanelRows);
-      m[i] = arena.take(kTilePanelRows);
-      l[i] = arena.take(kTilePanelRows * row_sums);
+    for (int64_t i = 0; i < kBlockRowTiles; ++i) {
+      Q[i] = arena.take_halves(kTileBr * d);
+      O[i] = arena.take(dv * kTileBr);
+      m[i] = arena.take(kTileBr);
+      l[i] = arena.take(kTileBr * row_sums);
     }
     for (uint16_t*& tile : K) tile = arena.take_halves(kBc * d);
     V = arena.take_halves(kParts * kChunk * kBc * dv);
-    for (float*& tile : S) tile = arena.take(kBc * kTilePanelRows);
+    for (float*& tile : S) tile = arena.take(kBc * kTileBr);
     for (uint16_t*& packed : P) {
-      packed = arena.take_halves(kParts * group_of(p.dv) * kBc * kTilePanelRows);
+      packed = arena.take_halves(kParts * group_of(p.dv) * kBc * kTileBr);
     }
-    P_wide = arena.take(kBc * kTilePanelRows);
+    P_wide = arena.take(kBc * kTileBr);
     V_wide = arena.take(kBc * dv);
     for (float*& tile : bias) tile = take_bias_tile(p, arena);
   }
@@ -71,9 +71,9 @@ struct PanelScratch {
 
 /// Floats of the scratch of a pass that has `row_sums` sums of P for each row.
 template <int kParts>
-int64_t panel_scratch(const Problem& p, int64_t row_sums) {
+int64_t tile_scratch(const Problem& p, int64_t row_sums) {
   Arena arena(nullptr);
-  PanelScratch<kParts>(p, row_sums, arena);
+  TileForwardScratch<kParts>(p, row_sums, arena);
   return arena.used();
 }
 
@@ -95,11 +95,12 @@ inline auto key_rows(const Task& task, const ConstTensor& t, const Layout& layou
               n, dim};
 }
 
-/// The addresses of the rows of a panel in q or dout.
-struct PanelRows {
-  const uint16_t* at[kTilePanelRows];
+/// The addresses of the rows of a row tile in q or dout.
+struct RowAddresses {
+  const uint16_t* at[kTileBr];
 
-  PanelRows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t row, int64_t n) {
+  RowAddresses(const Task& task, const ConstTensor& t, const Layout& layout, int64_t row,
+               int64_t n) {
     RowWalk walk(task, row);
     for (int64_t i = 0; i < n; ++i, walk.next()) {
       at[i] = static_cast<const uint16_t*>(t.data) + walk.offset(layout);
@@ -110,7 +111,7 @@ struct PanelRows {
 /// Rows [row, row + n) of q or dout of a task.
 inline auto query_rows(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
                        int64_t row, int64_t n) {
-  return Rows{[rows = PanelRows(task, t, layout, row, n)](int64_t i) { return rows.at[i]; }, n,
+  return Rows{[rows = RowAddresses(task, t, layout, row, n)](int64_t i) { return rows.at[i]; }, n,
               dim};
 }
 
@@ -139,20 +140,20 @@ constexpr float kMaxSum = 256;
 /// memory:
 ///
 ///     kRowSums                               the number of sums of P that each row has
-///     pack_queries(rows, width, to, census)  packs Q of a panel
+///     pack_queries(rows, width, to, census)  packs Q of a row tile
 ///     pack_keys(tile, place)                 packs K and V of a key tile
 ///     find_bias(visit)                       finds the bias; false if it hides the whole tile
 ///     can_add_bias(visit)                    whether the bias can be added to the products
 ///     scores(visit, S)                       the product of Q and K
 ///     values(end, packed)                    the product of P and V for the blocks before `end`
 ///     probabilities(visit, S, before, now)   computes P from S while products are made
-///     O_floats(i)                            the size of O of panel i
+///     O_floats(i)                            the size of O of row tile i
 ///
 /// `Bias` is what the pass keeps about the bias of a visit.
 template <class Pass, class Bias, class Products, int kParts>
-class PanelWalk {
+class ForwardSchedule {
  public:
-  /// Visits all keys with all panels.
+  /// Visits all keys with all row tiles.
   void run() {
     constexpr int64_t kKeys = kChunk * kBc;
     for (int64_t j = next(); j != KeyTiles::kEnd; j = next()) {
@@ -163,13 +164,13 @@ class PanelWalk {
   }
 
  protected:
-  /// A visit of panel i to a key tile, which has a place in the chunk.
+  /// A visit of row tile i to a key tile, which has a place in the chunk.
   struct Visit {
     int64_t i, place;
     KeyTile tile;
     Bias bias{};
   };
-  /// P of panel i and of a group of key tiles, which are steps [begin, end) of the chunk. P is
+  /// P of row tile i and of a group of key tiles, which are steps [begin, end) of the chunk. P is
   /// still to be multiplied by V for the blocks of columns from `block` on; `add` adds to O, which
   /// is overwritten otherwise.
   struct Packed {
@@ -179,9 +180,9 @@ class PanelWalk {
     int64_t block = 0;
   };
 
-  /// Packs Q of the panels of rows [row_begin, row_end).
-  HWY_INLINE PanelWalk(const Task& task, const ForwardArgs& args, int64_t row_begin,
-                       int64_t row_end, float* scratch)
+  /// Packs Q of the row tiles of rows [row_begin, row_end).
+  HWY_INLINE ForwardSchedule(const Task& task, const ForwardArgs& args, int64_t row_begin,
+                             int64_t row_end, float* scratch)
       : task_(task),
         p_(task.problem),
         args_(args),
@@ -190,16 +191,16 @@ class PanelWalk {
         bias_factor_(static_cast<float>(plain_ ? 1 / p_.scale : kLog2e)),
         arena_(scratch),
         s_(p_, Pass::kRowSums, arena_) {
-    for (int64_t row = row_begin; row < row_end; row += kTilePanelRows, ++count_) {
-      Panel& panel = panels_[count_];
-      make_panel(task, row, std::min(row_end, row + kTilePanelRows), &panel);
-      tiles_[count_] = panel.mask.tiles({0, task.s.sk});
+    for (int64_t row = row_begin; row < row_end; row += kTileBr, ++count_) {
+      RowTile& row_tile = row_tiles_[count_];
+      make_row_tile(task, row, std::min(row_end, row + kTileBr), &row_tile);
+      tiles_[count_] = row_tile.mask.tiles({0, task.s.sk});
       Census census;
-      Pass::pack_queries(query_rows(task, args.q, p_.q, p_.d, row, panel.count), panel.width(),
-                         s_.Q[count_], &census);
+      Pass::pack_queries(query_rows(task, args.q, p_.q, p_.d, row, row_tile.count),
+                         row_tile.width(), s_.Q[count_], &census);
       moderate_[count_] = census.moderate();
-      std::fill_n(s_.m[count_], panel.width(), -std::numeric_limits<float>::infinity());
-      std::fill_n(s_.l[count_], panel.width() * Pass::kRowSums, 0.0f);
+      std::fill_n(s_.m[count_], row_tile.width(), -std::numeric_limits<float>::infinity());
+      std::fill_n(s_.l[count_], row_tile.width() * Pass::kRowSums, 0.0f);
       fresh_[count_] = true;
       steady_[count_] = false;
       begun_[count_] = false;
@@ -227,7 +228,7 @@ class PanelWalk {
     *now = {now->P, now->i, now->end, now->end, true};
   }
 
-  /// Sets O of panel i to 0 if nothing has been written to it.
+  /// Sets O of row tile i to 0 if nothing has been written to it.
   void begin_sums(int64_t i) {
     if (begun_[i]) return;
     begun_[i] = true;
@@ -242,16 +243,16 @@ class PanelWalk {
   // The factor of a bias that is added to the products, or to the scores if not plain_.
   const float bias_factor_;
   Arena arena_;
-  PanelScratch<kParts> s_;
+  TileForwardScratch<kParts> s_;
   const typename Products::Session session_;
   Products products_;
-  Panel panels_[kTilePanels];
-  KeyTiles tiles_[kTilePanels];           // the tiles that each panel has yet to visit
-  bool fresh_[kTilePanels];               // whether some row of the panel has seen no key yet
-  bool steady_[kTilePanels];              // whether each row has a maximum of moderate size
-  bool moderate_[kTilePanels];            // whether Q is of moderate size
-  bool begun_[kTilePanels];               // whether O has been written
-  int64_t count_ = 0;                     // panels
+  RowTile row_tiles_[kBlockRowTiles];
+  KeyTiles tiles_[kBlockRowTiles];        // the tiles that each row tile has yet to visit
+  bool fresh_[kBlockRowTiles];            // whether some row of the row tile has seen no key yet
+  bool steady_[kBlockRowTiles];           // whether each row has a maximum of moderate size
+  bool moderate_[kBlockRowTiles];         // whether Q is of moderate size
+  bool begun_[kBlockRowTiles];            // whether O has been written
+  int64_t count_ = 0;                     // row tiles
   int64_t spare_bias_ = 0;                // the index in s_.bias that no visit uses
   int64_t chunk_ = 0;                     // the first key of the chunk
   bool packed_[kChunk];                   // whether each tile of the chunk has been packed
@@ -261,15 +262,15 @@ class PanelWalk {
   Pass& pass() { return static_cast<Pass&>(*this); }
   const Pass& pass() const { return static_cast<const Pass&>(*this); }
 
-  /// The first key tile that a panel has yet to visit.
+  /// The first key tile that a row tile has yet to visit.
   int64_t next() const {
     int64_t j = KeyTiles::kEnd;
     for (int64_t i = 0; i < count_; ++i) j = std::min(j, tiles_[i].tile().j);
     return j;
   }
 
-  /// The next visit of panel i, or of the panels after it, to a tile before key `end`; its panel is
-  /// count_ where there is none.
+  /// The next visit of row tile i, or of the row tiles after it, to a tile before key `end`; its
+  /// row tile is count_ where there is none.
   Visit visit(int64_t i, int64_t end) {
     for (; i < count_; ++i) {
       for (; tiles_[i].tile().j < end; tiles_[i].next()) {
@@ -282,7 +283,7 @@ class PanelWalk {
     return {i, 0, KeyTile()};
   }
 
-  /// The place of a key tile in the chunk. The first panel that visits the tile packs it.
+  /// The place of a key tile in the chunk. The first row tile that visits the tile packs it.
   int64_t place(const KeyTile& tile) {
     const int64_t at = (tile.j - chunk_) / kBc;
     if (packed_[at]) return at;
@@ -292,7 +293,7 @@ class PanelWalk {
     return at;
   }
 
-  /// Visits the tiles before key `end` with all panels.
+  /// Visits the tiles before key `end` with all row tiles.
   void walk(int64_t end) {
     const int64_t blocks = blocks_of(p_.dv), max_group = group_of(p_.dv);
     const int64_t tile_blocks = 2 * ((blocks + 2 * max_group - 1) / (2 * max_group));
