@@ -439,13 +439,7 @@ extern "C" __global__ void __launch_bounds__(kKeysThreads, 1)
     VBuffer::init(smem, 1, 4 * kConsumers);
     QBuffers::init(smem, 2, 4 * kConsumers);
     OBuffers::init(smem, 2, 4 * kConsumers);
-    mbarrier_init(smem + kKeysLayout.tail, 1);
-    fence_mbarrier_init();
-    if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);
-    tma_prefetch_map(&p.q_map);
-    tma_prefetch_map(&p.k_map);
-    tma_prefetch_map(&p.v_map);
-    tma_prefetch_map(&p.dout_map);
+    set_up(p, smem);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

@@ -405,3 +405,15 @@ __device__ __forceinline__ void store_global_ds(const BackwardParams& p, u32 fro
   }
   tma_store_commit();
 }
+
+// The end of a kernel's set-up by its first thread, after the barriers of its rings: the other barrier, the key of
+// dropout, and the maps of TMA.
+__device__ __forceinline__ void set_up(const BackwardParams& p, u32 smem) {
+  mbarrier_init(smem + kKeysLayout.tail, 1);
+  fence_mbarrier_init();
+  if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);
+  tma_prefetch_map(&p.q_map);
+  tma_prefetch_map(&p.k_map);
+  tma_prefetch_map(&p.v_map);
+  tma_prefetch_map(&p.dout_map);
+}

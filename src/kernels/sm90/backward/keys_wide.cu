@@ -10,7 +10,7 @@
 //                      | P(t)
 //   dK, step t   dS(t) = P(t) o (dP(t) - D)  dK += dS(t)^T Q(t)    dP(t+1)^T = V dO(t+1)^T
 //
-// So the tensor cores run the products of one warpgroup while the other one computes on scores; the places of the
+// Thus the tensor cores run the products of one warpgroup while the other one computes on scores; the places of the
 // barriers between them decide how well the two overlap. The first 128 dims of K and V are operands in registers: this
 // leaves shared memory to the rings of Q and dO, and saves its bandwidth, which is the bottleneck. K and V are loaded
 // by way of a stage of Q and one of dO, as if they were a step. docs/kernels/backward.md derives the schedule.
@@ -349,13 +349,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     KBuffer::init(smem, 2, 4 * kConsumers);
     QBuffers::init(smem, 2, 4 * kConsumers);
     OBuffers::init(smem, 2, 4 * kConsumers);
-    mbarrier_init(smem + kKeysLayout.tail, 1);
-    fence_mbarrier_init();
-    if (kDropout) store_dropout_key(p, smem + kKeysLayout.dropout_key);
-    tma_prefetch_map(&p.q_map);
-    tma_prefetch_map(&p.k_map);
-    tma_prefetch_map(&p.v_map);
-    tma_prefetch_map(&p.dout_map);
+    set_up(p, smem);
   }
   __syncthreads();
   if (threadIdx.x < 128) {
