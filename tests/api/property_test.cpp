@@ -16,8 +16,6 @@ namespace {
 
 constexpr DType kDtypes[] = {DType::kF32, DType::kBF16, DType::kF16};
 
-class Property : public EveryEngine {};
-
 void expect_near(const std::vector<double>& got, const std::vector<double>& want, double bound) {
   ASSERT_EQ(got.size(), want.size());
   for (size_t n = 0; n < got.size(); ++n) {
@@ -40,6 +38,22 @@ Tensor rows(Tensor t, int64_t begin, int64_t count) {
 double ulp(DType dtype) {
   return dtype == DType::kF32 ? 4e-6 : dtype == DType::kBF16 ? 0x1p-7 : 0x1p-10;
 }
+
+class Property : public EveryEngine {
+ protected:
+  /// Expects the same results of two calls, up to the rounding of `dtype`.
+  void expect_same(Workload& a, Workload& b, DType dtype) {
+    a.options.engine = b.options.engine = engine();
+    if (!computes([&] { a.run_forward(); })) return;
+    b.run_forward();
+    expect_near(read(a.forward.out), read(b.forward.out), ulp(dtype));
+    expect_near(read(a.forward.lse), read(b.forward.lse), 1e-5);
+    if (!computes([&] { a.run_backward(); })) return;
+    b.run_backward();
+    expect_near(read(a.backward.dq), read(b.backward.dq), ulp(dtype));
+    expect_near(read(a.backward.dk), read(b.backward.dk), ulp(dtype));
+  }
+};
 
 TEST_P(Property, ShiftingScoresMovesOnlyTheLse) {
   // Another dimension adds the same number to all scores: q = 1, k = shift, scale = 1.
@@ -133,15 +147,7 @@ TEST_P(Property, WindowWiderThanTheSequenceIsFull) {
                                        {chunked(INT64_MAX, causal()), causal()}}) {
       Workload a({.dtype = dtype, .sq = 100, .sk = 130, .mask = wide}, 5),
           b({.dtype = dtype, .sq = 100, .sk = 130, .mask = narrow}, 5);
-      a.options.engine = b.options.engine = engine();
-      if (!computes([&] { a.run_forward(); })) continue;
-      b.run_forward();
-      expect_near(read(a.forward.out), read(b.forward.out), ulp(dtype));
-      expect_near(read(a.forward.lse), read(b.forward.lse), 1e-5);
-      if (!computes([&] { a.run_backward(); })) continue;
-      b.run_backward();
-      expect_near(read(a.backward.dq), read(b.backward.dq), ulp(dtype));
-      expect_near(read(a.backward.dk), read(b.backward.dk), ulp(dtype));
+      expect_same(a, b, dtype);
     }
   }
 }
@@ -163,15 +169,7 @@ TEST_P(Property, TopLeftIsAShiftedBand) {
       const auto [sq, sk, first, last] = masks;
       Workload a({.dtype = dtype, .sq = sq, .sk = sk, .mask = top_left(first)}, 5),
           b({.dtype = dtype, .sq = sq, .sk = sk, .mask = last}, 5);
-      a.options.engine = b.options.engine = engine();
-      if (!computes([&] { a.run_forward(); })) continue;
-      b.run_forward();
-      expect_near(read(a.forward.out), read(b.forward.out), ulp(dtype));
-      expect_near(read(a.forward.lse), read(b.forward.lse), 1e-5);
-      if (!computes([&] { a.run_backward(); })) continue;
-      b.run_backward();
-      expect_near(read(a.backward.dq), read(b.backward.dq), ulp(dtype));
-      expect_near(read(a.backward.dk), read(b.backward.dk), ulp(dtype));
+      expect_same(a, b, dtype);
     }
   }
 }

@@ -167,6 +167,21 @@ auto rows_of(const Matrix& m, int64_t columns) {
               static_cast<int64_t>(m.size()) / columns, columns};
 }
 
+/// The product of packed operands, of `steps` steps, to which `adds` adds 1: [16 blocks][16
+/// blocks].
+template <class Products>
+std::vector<float> product_of(bool adds, const uint16_t* a, const uint16_t* b, int64_t steps,
+                              const Extent& extent) {
+  std::vector<float> C(blocks_of(extent.rows) * blocks_of(extent.columns) * 256, 1);
+  const typename Products::Session session;
+  Products products;
+  products.multiply({adds, blocks_of(extent.rows), blocks_of(extent.columns), steps,
+                     Operand::packed(a, steps), Operand::packed(b, steps), C.data(),
+                     blocks_of(extent.columns) * 16, extent});
+  products.flush();
+  return C;
+}
+
 /// A B^T of row-major A [m][k], B [n][k], in whole blocks: [16 blocks][16 blocks].
 template <class Products, int kParts>
 std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
@@ -177,20 +192,7 @@ std::vector<float> rows_by_rows(const Matrix& A, const Matrix& B, int64_t k) {
   Census census;
   pack_rows<kParts>(rows_of(A, k), m, a, &census);
   pack_columns<kParts>(rows_of(B, k), n, b, &census);
-  std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
-  const typename Products::Session session;
-  Products products;
-  products.multiply({false,
-                     blocks_of(m),
-                     blocks_of(n),
-                     steps,
-                     Operand::packed(a, steps),
-                     Operand::packed(b, steps),
-                     C.data(),
-                     blocks_of(n) * 16,
-                     {m, n, k}});
-  products.flush();
-  return C;
+  return product_of<Products>(false, a, b, steps, {m, n, k});
 }
 
 /// 1 + A^T B of row-major A [k][m], B [k][n], in whole blocks.
@@ -208,20 +210,7 @@ std::vector<float> columns_by_columns(const Matrix& A, const Matrix& B, int64_t 
     pack_pairs<kParts>(Rows{[=](int64_t i) { return first + i * n; }, count, n}, s, row_steps, b,
                        &census, [] {});
   }
-  std::vector<float> C(blocks_of(m) * blocks_of(n) * 256, 1);
-  const typename Products::Session session;
-  Products products;
-  products.multiply({true,
-                     blocks_of(m),
-                     blocks_of(n),
-                     steps,
-                     Operand::packed(a, steps),
-                     Operand::packed(b, steps),
-                     C.data(),
-                     blocks_of(n) * 16,
-                     {m, n, k}});
-  products.flush();
-  return C;
+  return product_of<Products>(true, a, b, steps, {m, n, k});
 }
 
 struct Found {
