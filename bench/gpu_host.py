@@ -2,8 +2,8 @@
 
 bf16 and causal, of shapes so small that the device waits for the host; no time has a wait for the device in it. `calls`
 are those whose shape was seen before, medians of some thousand in groups, for which the candidates take turns.
-`lengths` are first calls, each of a length that its process has not seen, after one of another length: what is
-compiled, or planned, anew for a shape shows there. `zeros` is what PyTorch costs without attention. With a wheel,
+`lengths` are first calls, each of a length that its process has not seen, after one of another length: they include
+what is compiled or planned for each shape. `zeros` is what PyTorch costs without attention. With a wheel,
 `seconds` are those from this file to results (tools/try_wheel.py).
 """
 

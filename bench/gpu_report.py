@@ -9,7 +9,7 @@ bf16, inputs from the standard normal distribution: a grid of 16k tokens with a 
 shapes off it, of the forward and of the backward pass. All candidates of a shape take turns in bursts (25 ms
 a burst, 15 rounds; backward 15 ms, 9 rounds), as the card's clock moves with its load; a burst is one CUDA
 graph, so that the host has no part in it, or a loop where a peer cannot be captured, which the report says.
-The order of every round is drawn anew, as the load before a burst moves it too (by up to 5%); the median
+The order is random in every round, as the load before a burst moves the clock too (by up to 5%); the median
 burst counts. A peer whose results differ from fulgur's is not timed; where none agrees, the report ends.
 Needs torch; fulgur is called through its C API, but for the part `host`, which imports fulgur.torch.
 """

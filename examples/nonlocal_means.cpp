@@ -82,7 +82,7 @@ Picture nonlocal_means(const Picture& noisy, float sigma, Cost* cost) {
   cost->flops = plan.flops();
 
   // A pixel is too much like itself: its weight 1 becomes that of a pixel which differs by noise
-  // alone, exp(-1 / kStrength). LSE tells which part of the mean the pixel itself is.
+  // alone, exp(-1 / kStrength). The share of the pixel itself in the mean follows from LSE.
   const double excess = 1 - std::exp(-1 / kStrength);
   for (int64_t i = 0; i < N; ++i) {
     const double score = 2 / h2 * static_cast<double>(-k[i * kDim + kFeatures]);

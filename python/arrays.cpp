@@ -80,7 +80,7 @@ Device device_named(const std::string& name) {
 /// A view of what `source` exports, which is `array` or stands for it.
 View imported(const char* name, nb::handle array, nb::handle source, bool writable, int code) {
   View result;
-  nb::ndarray<> writable_memory;  // asked for first: a capsule can be taken over once
+  nb::ndarray<> writable_memory;  // tried first, because a capsule can be consumed only once
   const bool taken = writable && nb::try_cast(source, writable_memory, false);
   if (taken) result.memory = nb::ndarray<nb::ro>(writable_memory);
   if (!taken && !nb::try_cast(source, result.memory, false)) {
@@ -162,7 +162,7 @@ uintptr_t current_stream(nb::handle array) {
   if (const ExchangeApi* api = exchange_api(array.type())) {
     DLTensor tensor{};
     if (api->tensor(array.ptr(), &tensor) != 0) {
-      PyErr_Clear();  // view() tells that the array has no memory, and its name
+      PyErr_Clear();  // view() raises an error that names the array
       return 0;
     }
     const DLDevice device = tensor.device;

@@ -120,7 +120,7 @@ struct Mapped {
   int64_t indices = 1;  ///< of all these dimensions together
   bool folded = false;  ///< into the batch
 
-  /// A tensor of `rank` dimensions tells how many there are in front.
+  /// The mapped dimensions are those in front of the last `rank`.
   Mapped(const xla::Buffer& buffer, int64_t rank) : dims(std::max<int64_t>(buffer.rank - rank, 0)) {
     for (int64_t i = 0; i < dims; ++i) indices *= buffer.dims[i];
   }
@@ -299,8 +299,8 @@ struct Backward : Pass<BackwardArgs> {
   }
 };
 
-/// What both calls have that write new rows. The caches, and q where it is rotated, are operands
-/// whose memory is that of results, as the call has asked XLA for.
+/// What both calls that write new rows have in common. The caches, and q where it is rotated, are
+/// operands whose memory XLA also uses for results, because the call has declared these aliases.
 struct Rows {
   static Mapped mapped(const Shared&, const xla::Buffer& k_cache) { return {k_cache, 4}; }
 };

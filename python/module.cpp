@@ -46,8 +46,8 @@ using fulgur::python::fail;
 using fulgur::python::View;
 using fulgur::python::WorkspaceView;
 
-/// What a dict of a Python call has, by its names. To ask the dict would take a string of Python
-/// for each name, of which a call has dozens.
+/// The entries of a dict of a Python call, by name. Lookups in the dict itself would make a Python
+/// string of each name, and a call has dozens of names.
 class Entries {
  public:
   Entries(const nb::dict& entries) {  // NOLINT(google-explicit-constructor)

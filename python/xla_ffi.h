@@ -25,7 +25,7 @@ struct ApiVersion {
 /// Of the structs below. XLA takes handlers of older minor versions than its own.
 constexpr int kMajorVersion = 0, kMinorVersion = 1;
 
-/// What a handler answers when it is asked what it is. Later versions add fields after these.
+/// What a handler returns when XLA queries its metadata. Later versions add fields after these.
 struct Metadata {
   size_t struct_size;
   ApiVersion api_version;

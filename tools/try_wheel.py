@@ -3,8 +3,8 @@
     tools/try_wheel.py                         that of this Python
     tools/try_wheel.py WHEEL --device cuda     how long it takes from a wheel to results of fulgur.torch
 
-The second installs the wheel into a folder of its own, without the network, and compiles kernels
-anew. This Python has PyTorch.
+The second installs the wheel into a folder of its own, without the network, and compiles all
+kernels that it uses. This Python has PyTorch.
 """
 
 import argparse

@@ -127,7 +127,7 @@ std::string in_words(const ordered_json& machine) {
                      machine["compiler"].get<std::string>());
 }
 
-/// What the machine can do at most. Nothing tells a GPU's flops without a kernel.
+/// Peaks of the machine. Those of a GPU's flops are unknown, as only a kernel could measure them.
 struct Peaks {
   double flops_1 = 0, flops_all = 0, bandwidth = 0;
 

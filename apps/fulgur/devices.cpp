@@ -7,7 +7,8 @@
 namespace fulgur::app {
 namespace {
 
-/// What the CPU can do at most, against which `bench` tells speeds and by which `explain` expects.
+/// The peaks of the CPU. `bench` relates speeds to them, `explain` computes expected times with
+/// them.
 void print_peaks() {
   const int threads = bench::all_threads();
   fmt::print(

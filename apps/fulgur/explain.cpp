@@ -132,7 +132,7 @@ std::string forecast_of(const ExplainRequest& r, const Plan& plan) {
   return text;
 }
 
-/// What each of the papers' algorithms moves and computes in this call, where one was asked for.
+/// Bytes and operations of each of the papers' algorithms in this call, if one is selected.
 std::string counts_of(ExplainRequest& r) {
   if (r.options().algorithm.empty()) return {};
   constexpr std::array kCounts = {"bytes_read", "bytes_written", "products", "exponentials",

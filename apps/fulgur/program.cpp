@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kOk = 0, kError = 1, kUsage = 2;
 
-/// To stderr; where even that fails, the exit status still tells.
+/// Writes to stderr. Where even that fails, the exit status still reports the error.
 void complain(const std::string& message) {
   std::fputs(("fulgur: " + message + "\n").c_str(), stderr);
 }

@@ -138,16 +138,16 @@ RankProcesses::~RankProcesses() {
   ::close(answers_);
 }
 
-void RankProcesses::tell(int what) {
+void RankProcesses::send_order(int what) {
   for (const int fd : orders_) {
     if (::write(fd, &what, sizeof what) != sizeof what) break;
   }
 }
 
-void RankProcesses::next() { tell(kNext); }
+void RankProcesses::next() { send_order(kNext); }
 
 double RankProcesses::seconds(int runs) {
-  tell(runs);
+  send_order(runs);
   double seconds = 0;
   if (::read(answers_, &seconds, sizeof seconds) != sizeof seconds) {
     throw Error(Status::kUnavailable, "--ranks: a process has failed");

@@ -24,7 +24,7 @@ class RankProcesses {
   double seconds(int runs);
 
  private:
-  void tell(int what);
+  void send_order(int what);
 
   std::vector<int> pids_;
   std::vector<int> orders_;  ///< where ranks read what to do

@@ -8,7 +8,7 @@ namespace fulgur::bench {
 /// How long a probe measures: some 20 ms, for one who waits, or ten times as long.
 enum class Effort { kBrief, kThorough };
 
-/// What this machine can do at most, measured; the speed of attention is told against it.
+/// Measured peaks of this machine, to which the speed of attention is related.
 ///
 /// f32 multiply-adds, counted as 2 flops, per second, of `threads` threads: many independent
 /// chains of FMA in registers, the sum of each thread's median of several short runs.

@@ -59,8 +59,8 @@ struct Options {
   /// k holds codes of rows that hadamard() has rotated (codes/hadamard.h): forward() rotates q like
   /// them, unless it holds codes, too, and append() the new keys before they become codes.
   bool hadamard = false;
-  /// The most bytes that Plan::workspace() may want; 0 = any number. The plan is the fastest one
-  /// that fits, and an error says the least where none does.
+  /// The max number of bytes of Plan::workspace(); 0 = any number. The plan is the fastest one that
+  /// fits; if none does, the error says how many bytes are needed.
   int64_t max_workspace = 0;
   int threads = 0;       ///< CPU threads, at most 1024; 0 = OMP_NUM_THREADS or all cores
   std::string engine{};  ///< "" picks by device and dtype; "cpu", "cuda", "reference" force one
@@ -123,7 +123,7 @@ struct ForwardArgs {
 /// Tensors of the backward pass: `out` and `lse` as the forward pass wrote them, `dout` the
 /// gradient of out; dq, dk, dv take the gradients and have the shapes of q, k, v. dk and dv may
 /// both be f32, to be added to others before they are rounded. dq may be left out, or dk and dv:
-/// what nobody wants is not computed, and with Options::invariant the rest has the bits that it has
+/// what is left out is not computed, and with Options::invariant the rest has the bits that it has
 /// otherwise.
 struct BackwardArgs {
   ConstTensor dout{}, q{}, k{}, v{}, out{}, lse{};
@@ -144,7 +144,7 @@ struct BackwardArgs {
   /// the bias; any strides. Optional, and with a bias of numbers alone; where no query sees a key
   /// it is 0.
   Tensor dbias{};
-  /// Those that the expressions of the options index, and where the gradients of some go.
+  /// The tensors that the expressions of the options index, with tensors for the gradients of some.
   std::vector<TensorBinding> tensors{};
 };
 
@@ -208,7 +208,7 @@ class FULGUR_API Plan {
   /// planned for, in host memory; likewise what a bool mask does, whose values are those of
   /// "bias".
   std::string explain(std::span<const TensorBinding> tensors) const;
-  /// The same as data. Of every plan: `engine`; `call`, which has its pass, dtype, device, sizes
+  /// The same as data. Every plan has `engine`; `call`, which has its pass, dtype, device, sizes
   /// and options; `bytes` and, where the host knows the lengths, `flops`; `workspace_bytes`;
   /// `rejected`, a text for each alternative, its name first. The kernel's part is `kernel`, its
   /// tile `Br` and `Bc`, and what it decides besides; where prefixes are read once there are two of
@@ -244,7 +244,7 @@ FULGUR_API Plan plan(const BackwardArgs& args, const Options& options = {});
 /// Exact attention (FlashAttention-2, Alg. 1): plans, or finds the plan of an earlier call of this
 /// shape, and runs it. On a stream that is being captured such a call must have been made before.
 FULGUR_API void forward(const ForwardArgs& args, const Options& options = {}, const Run& run = {});
-/// Its gradient (FlashAttention-2, Alg. 2), likewise.
+/// The gradient of attention (FlashAttention-2, Alg. 2); plans and runs likewise.
 FULGUR_API void backward(const BackwardArgs& args, const Options& options = {},
                          const Run& run = {});
 

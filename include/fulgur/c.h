@@ -128,8 +128,8 @@ typedef struct fulgur_new_rows {
   const DLTensor* cu_seqlens_k_new;   ///< i32 (batch + 1): packed layout
   const DLTensor* cache_seqlens;      ///< i32 (batch): rows that the caches have already
   const fulgur_rotary* rotary;        ///< null = keys are not rotated
-  /// Of caches of codes: written where they lie as the rows of the cache, else read. And formats of
-  /// caches that are bytes.
+  /// Scales of caches of codes: written if they are laid out like the rows of the cache, else read.
+  /// The formats are those of caches that are bytes.
   const DLTensor *k_cache_descale, *v_cache_descale;
   const DLTensor *k_cache_zero_point, *v_cache_zero_point;
   const char *k_cache_format, *v_cache_format;
@@ -241,7 +241,7 @@ FULGUR_API fulgur_status fulgur_plan_workspace(const fulgur_plan* plan,
 
 // Functions that give text write as much of it as fits to the `size` bytes of `text`, a 0 at its
 // end, and to `*length` the length of the whole without that 0. `text` may be null with `size` 0,
-// `length` null: ask for the length, then for the text.
+// `length` null: call once for the length, then for the text.
 
 /// The plan in words.
 FULGUR_API fulgur_status fulgur_plan_explain(const fulgur_plan* plan, char* text, size_t size,
@@ -280,8 +280,8 @@ FULGUR_API fulgur_status fulgur_prewarm_backward(const fulgur_backward_args* arg
 
 /// Measures the tiles that can compute this call, for plans to come (fulgur::cuda::tune); tensors
 /// that a call writes take the result, and `run` brings no workspace. The text: a line for each
-/// tile, the fastest first: family of kernels, Br, Bc, microseconds. As each call measures anew,
-/// give it room: 4096 bytes hold every tile.
+/// tile, the fastest first: family of kernels, Br, Bc, microseconds. A second call for a longer
+/// text would measure again, so provide enough room: 4096 bytes hold every tile.
 FULGUR_API fulgur_status fulgur_tune_forward(const fulgur_forward_args* args,
                                              const fulgur_options* options, const fulgur_run* run,
                                              char* text, size_t size, size_t* length);

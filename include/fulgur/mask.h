@@ -10,8 +10,8 @@ namespace fulgur {
 struct Mask {
   int64_t left = -1;
   int64_t right = -1;
-  /// Of these keys, those of the query's chunk: floor(j / chunk) = floor(D(i) / chunk), as the
-  /// local layers of Llama 4 have it. 0 is off.
+  /// A query sees only keys of its own chunk: floor(j / chunk) = floor(D(i) / chunk), as in the
+  /// local layers of Llama 4. 0 is off.
   int64_t chunk = 0;
   /// D(i) = i: the first query is at the first key of its sequence, whatever sq and sk are. ALiBi
   /// counts distances from there, too. Not with a tree mask, and not with rotary embeddings, whose
@@ -26,7 +26,7 @@ constexpr Mask full() { return {}; }
 constexpr Mask causal() { return {-1, 0}; }
 /// A sliding window of `left` keys before and `right` keys after the diagonal (-1: unbounded).
 constexpr Mask window(int64_t left, int64_t right) { return {left, right}; }
-/// Of what another mask shows, each query sees the keys of its own chunk of `chunk` keys.
+/// The mask `of`, under which each query also sees only the keys of its own chunk of `chunk` keys.
 constexpr Mask chunked(int64_t chunk, const Mask& of = full()) {
   return {of.left, of.right, chunk, of.top_left};
 }

@@ -26,8 +26,8 @@ struct Merged {
 /// `lse` may be not given. Sinks belong to one of the parts. A result may be the very tensor of a
 /// part. Throws Error(kInvalidArgument).
 ///
-/// Of `run` it takes the stream. On cuda it only launches, with a first call as append() has one,
-/// and takes at most 64 parts, without f64 (kUnsupported).
+/// It uses only the stream of `run`. On cuda it only launches, after a first call like that of
+/// append(), and takes at most 64 parts, without f64 (kUnsupported).
 FULGUR_API void merge(std::span<const Partial> parts, const Merged& result, const Run& run = {});
 
 }  // namespace fulgur

@@ -83,7 +83,7 @@ concept StridedView = requires(const M& m) {
   { m.stride(0) } -> std::convertible_to<int64_t>;
 };
 
-/// A view of memory that somebody else owns: the data, dtype, device, shape and strides of a DLPack
+/// A view of memory that it does not own: the data, dtype, device, shape and strides of a DLPack
 /// tensor of at most four dimensions. Shape and strides count elements; of formats with blocks they
 /// are multiples of the block, but for the last stride, which is 1. A default-constructed one (rank
 /// 0) means "not given". `Void` is void for a Tensor, which may be written, and const void for a
@@ -139,8 +139,8 @@ struct FULGUR_API BasicTensor {
   /// Throws Error(kInvalidArgument) naming `name` for a dtype, device or rank that fulgur lacks.
   static BasicTensor from_dlpack(const DLTensor& tensor, const char* name = "tensor");
 
-  /// The same memory as elements of a format, which bytes (u8), whose last dimension counts those
-  /// of a row, do not say: q8_0 (..., 34) is (..., 32). Throws Error(kInvalidArgument) naming
+  /// A tensor of bytes (u8) as elements of a format with blocks; the last dimension counts bytes
+  /// before and elements after: q8_0 (..., 34) is (..., 32). Throws Error(kInvalidArgument) naming
   /// `name`.
   BasicTensor as(DType format, const char* name = "tensor") const;
 

@@ -63,8 +63,8 @@ def longest(max_seqlen, packed):
 
 
 def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
-    """Arguments that say where keys lie: packed, too, or in pages, and then cu_seqlens_k tells
-    their lengths alone."""
+    """Arguments that say where keys lie: packed like the queries, or in pages, whose lengths are
+    then those of cu_seqlens_k."""
     if block_table is None:
         return dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=longest(max_seqlen_k, k))
     # 0 stands for as many as the table has room for.

@@ -381,7 +381,7 @@ def of_call(given, stream=0, view=_a.view):
 
 
 class Gradients:
-    """Those of a call's tensors that it is asked for: ``dtensors``, arrays to write to by name, None for fresh ones."""
+    """The requested gradients of a call's tensors: ``dtensors``, arrays to write to by name, None for new ones."""
 
     def __init__(self, given, views):
         self._given = given.get("dtensors")

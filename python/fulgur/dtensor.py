@@ -1,4 +1,4 @@
-"""fulgur.torch.attention of DTensors: importing this module tells PyTorch how they may be sharded.
+"""fulgur.torch.attention of DTensors: importing this module registers how they may be sharded.
 
     import fulgur.dtensor
 

@@ -100,8 +100,8 @@ def attention_forward(
     cu_seq_lens_k=None, max_length_q=None, max_length_k=None, deterministic=False, position_bias=None, **others,
 ):  # fmt: skip
     """(out ``(batch, seqlen, heads, dim)``, weights) of query, key and value ``(batch, heads, seqlen,
-    dim)``, as transformers calls it. The weights ``(batch, heads, queries, keys)`` are None where nobody
-    wants them, and have no gradient.
+    dim)``, as transformers calls it. The weights ``(batch, heads, queries, keys)`` are None unless
+    requested, and have no gradient.
 
     Args:
         attention_mask: a :class:`Mask`, or a tensor of four dimensions, bool or to be added, which
@@ -116,7 +116,7 @@ def attention_forward(
     """
     wants_weights = _wants_weights(others)
     refuse(**{name: x for name, x in others.items() if name not in _HARMLESS})
-    # Modules may have norms in float32. GPT-2's have no Linear, by whose weights that would be told.
+    # Modules may have norms in float32: then the weights of a Linear show the dtype. GPT-2's modules have no Linear.
     linear = (layer for layer in module.modules() if isinstance(layer, torch.nn.Linear))
     if query.dtype == torch.float32 and next(linear, None) is not None:
         dtype = get_target_dtype(query, module)
@@ -338,7 +338,7 @@ def _chunks(chunks, batch_size, q_length, keys, kv_offset, padding, packed, plac
 
 @torch.compiler.assume_constant_result
 def _want_interface(configuration):
-    """Raises for a model that computes attention by itself, told by the module of its configuration."""
+    """Raises for a model that computes attention by itself. `configuration`: the module of its configuration."""
     name = configuration.replace(".configuration_", ".modeling_")
     module = sys.modules.get(name)
     of_model = {} if module is None else vars(module)
@@ -388,8 +388,8 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, opt
 def _padded(q, k, v, mask, options):
     """A batch whose mask (batch, keys so far) says which keys are none.
 
-    Where masks tell places, the queries are at the last ones; elsewhere they may be others, as in
-    the decoder of an encoder's keys, and all of them exist.
+    Where the mask gives the places of tokens, the queries are the last ones. Elsewhere, as in the
+    attention of a decoder to an encoder's keys, they may be other tokens, and all of them exist.
     """
     keys, _, cu_seqlens_k, longest_k, _ = unpad_input(k, mask)
     values = unpad_input(v, mask)[0]
@@ -417,8 +417,8 @@ def _numbers(position_ids, q, k):
 def _ends(packed, by_caller):
     """cu_seqlens of rows whose tokens have the numbers of their sequences; None: each is one sequence.
 
-    Traced, all masks are made of such numbers, and only the graph can tell what they are: unless the
-    caller gave position_ids, for which a compiled model asks, they are taken for equal.
+    While a model is traced, all masks are made of such numbers, whose values are not known: they are
+    asserted to be equal, unless the caller gave position_ids of a single row.
     """
     if packed is None or packed.shape[1] == 1:
         return None

@@ -21,8 +21,8 @@ inline int thread_index() { return omp_get_thread_num(); }
 template <class Body>
 void parallel_for(int64_t n, int threads, const Body& body) {
   const int used = static_cast<int>(std::clamp<int64_t>(n, 1, thread_count(threads)));
-  // A team of one thread costs as much as a small call: memory and a system call. It is needed
-  // where a caller's own team has numbers of threads.
+  // An OpenMP team of one thread costs as much as a small call: memory and a system call. It is
+  // needed inside a parallel region of the caller, whose thread numbers are those of its own team.
   if (used == 1 && omp_in_parallel() == 0) {
     for (int64_t i = 0; i < n; ++i) body(i);
     return;

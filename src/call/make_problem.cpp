@@ -205,9 +205,9 @@ Origin checked_origin(const Origin& given, const Problem& p) {
   return o;
 }
 
-/// Bounds of distances that mask_mod says are bounds of the mask, where these count from the same
-/// diagonal: no score is asked then, and no map of tiles is made. Not where queries are rotated by
-/// what the mask of the options is.
+/// Moves bounds of distances from mask_mod to the mask of the options, if both count from the same
+/// diagonal: then no expression is computed for the scores, and no map of tiles is made. Not if the
+/// rotation of queries depends on the mask of the options.
 Options with_bounds(const Options& options, bool rotates_by_mask, Problem& p) {
   Options with = options;
   if (!options.mask_mod.given() || rotates_by_mask) return with;

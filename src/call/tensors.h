@@ -219,7 +219,7 @@ struct TensorRule {
   T(bias, kBias, kOptional, kRead, kOwn, kBias, kDevice)                   \
   T(dbias, kDbias, kOptional, kWritten, kOwn, kBias, kDevice)
 
-/// Scores are checked by the rows that are asked for.
+/// Shapes of scores are checked by the requested rows.
 #define FULGUR_SCORES_TENSORS(T)                                           \
   T(q, kQ, kRequired, kRead, kOwn, kInput, kDevice)                        \
   T(k, kK, kRequired, kRead, kOwn, kInput, kDevice)                        \
@@ -310,7 +310,7 @@ static_assert(sizeof(Descales) == kDescalesTensors * sizeof(Tensor));
 static_assert(sizeof(Rotary) ==
               kRotaryTensors * sizeof(Tensor) + sizeof(void*));  // with `interleaved`
 static_assert(sizeof(NewRows) == kNewRowsTensors * sizeof(Tensor) + sizeof(Rotary));
-// And of tensors that only expressions know.
+// ForwardArgs and BackwardArgs also have the tensors of expressions.
 static_assert(sizeof(ForwardArgs) == kForwardTensors * sizeof(Tensor) + sizeof(VarLen) +
                                          sizeof(KvCache) + sizeof(SharedPrefix) + sizeof(Descales) +
                                          sizeof(NewRows) + sizeof(ForwardArgs::tensors));

@@ -67,10 +67,11 @@ class HostMemory final : public OnHost<Memory> {
   Group::Impl& group_;
   bool one_machine_ = false;  ///< all ranks can open each other's memory
   std::array<Buffer, kUses> buffers_;
-  /// kSends by turns: a rank that begins the next exchange has read the data of this one.
+  /// Used alternately as kSends: a rank that begins the next exchange has read the data of this
+  /// one.
   std::array<SharedMemory, 2> sends_;
   int turn_ = 0;
-  bool fresh_ = false;                               ///< the buffer of this turn is new
+  bool fresh_ = false;                               ///< sends_[turn_] is newly allocated
   std::vector<std::array<SharedMemory, 2>> others_;  ///< kSends of the other ranks
   std::array<SharedMemory, kSharedBuffers> shared_;
   int next_shared_ = 0;

@@ -35,7 +35,7 @@ struct Caller {
 /// knows of them. Those of most calls are not given.
 class Expressions {
  public:
-  /// Of a tensor, or of its gradient.
+  /// The layout of a tensor, or of its gradient.
   struct TensorLayout {
     DType dtype;
     int rank;
@@ -66,9 +66,9 @@ class Expressions {
 
   /// For the forward pass, or the backward pass.
   CallGraph graph(bool backward) const;
-  /// Of the tensors, in the order of the graph, as they were planned for.
+  /// The layouts of the tensors that the plan is for, in the order of the graph.
   std::span<const TensorLayout> layouts() const;
-  /// Of their gradients; those that are not wanted have rank 0.
+  /// The layouts of their gradients; those that are not computed have rank 0.
   std::span<const TensorLayout> gradient_layouts() const;
   /// The tensors of a call, in the order of the graph, and where their gradients go.
   std::vector<TensorBinding> bound(std::span<const TensorBinding> bindings) const;

@@ -17,9 +17,9 @@ struct Derivatives {
   std::vector<GatherDerivative> by_gathers;
 };
 
-/// Of an expression of floats. As PyTorch has them: where operands of min or max are equal, each
-/// gets a half, and |x| has the derivative 0 at 0; `select` gives to the operand that it takes
-/// alone, so that what the other would make, infinities among it, reaches nobody.
+/// The derivatives of an expression of floats, as in PyTorch: where operands of min or max are
+/// equal, each gets a half, and |x| has the derivative 0 at 0. Only the selected operand of
+/// `select` has a derivative, so that infinities and NaN of the other one change nothing.
 Derivatives derivatives(const Expr& of);
 
 /// What `select(c, x, -inf)` hides moves from scores into masks, which skip what they hide: the

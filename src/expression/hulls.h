@@ -27,7 +27,7 @@ using kernels::Hull;
 /// The function of an operation; null: there is none.
 const char* hull_operation(Op op);
 
-/// Of some values of a type, as bits_of() makes them; at least one.
+/// The hull of one or more values of a type, which are given as by bits_of().
 Hull hull_of(Type type, std::span<const int32_t> values);
 
 /// The mask of a call in one sequence.

@@ -109,7 +109,8 @@ class SharedPrefixes final : public Executable {
     Run part = run;
     part.workspace = {memory, part_need_.bytes};
 
-    // Their problems know how tensors lie: of the call's they take the data.
+    // The problems of both parts have the layouts of the tensors; only addresses are taken from the
+    // call.
     ForwardArgs rest = here;
     rest.cache.leftpad_k = vector(split.leftpad_k, p_.batch);
     if (!args.lse.given()) rest.lse = lse_at(memory + at_.rest_lse);

@@ -14,7 +14,7 @@
 
 namespace fulgur::reference {
 
-/// Of a pass of a plan.
+/// The expressions of a pass of a plan.
 class PassExpressions {
  public:
   explicit PassExpressions(expression::CallGraph call)
@@ -38,7 +38,7 @@ class PassExpressions {
   std::vector<expression::Evaluator> gathers_, derivatives_;
 };
 
-/// Of a head: one thread's.
+/// The expressions for the scores of a head. One thread uses it.
 class HeadExpressions {
  public:
   /// `place`: of the head; its query and key are set for each score. `gradients`: one for each
@@ -54,7 +54,7 @@ class HeadExpressions {
   double score(int64_t i, int64_t j, double S) {
     return pass_.call_.score < 0 ? S : evaluate(pass_.score_, i, j, S);
   }
-  /// And its derivative by what it was.
+  /// The derivative of score() by S.
   double derivative(int64_t i, int64_t j, double S) {
     return pass_.call_.by_score < 0 ? 1 : evaluate(pass_.by_score_, i, j, S);
   }

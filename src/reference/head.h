@@ -69,7 +69,7 @@ struct OutputGradient {
 
 /// Where the gradient of a head's bias is added: dS_ij, the derivative by the score.
 struct BiasGradient {
-  double* data = nullptr;  // null: nobody wants it
+  double* data = nullptr;  // null: not computed
   int64_t row = 0, key = 0;
 
   void add(int64_t i, int64_t j, double dS) const {

@@ -19,7 +19,7 @@ inline int64_t diagonal_of(const Head& h, int64_t i) {
   return (h.rule.band.top_left ? i : i + h.sk - h.sq) + h.rule.part.shift;
 }
 
-/// Of key j from that on the diagonal of query i.
+/// The distance of key j from the key on the diagonal of query i.
 inline int64_t distance(const Head& h, int64_t i, int64_t j) { return j - diagonal_of(h, i); }
 
 /// floor(key / chunk) of a key, which may be one in front of the first.

@@ -133,7 +133,7 @@ class Work {
       Head one = head(b, h, s, q, k, {}, &expressions);
       one.rule = rule_until(args_.stage, one.rule);
       for (int64_t r = begin; r < std::min(begin + kScoreRows, count); ++r) {
-        // Of what does not exist there is no score.
+        // Queries and keys that do not exist have no score: logits are -inf there, probabilities 0.
         std::vector<double> row(p_.sk, logits ? -std::numeric_limits<double>::infinity() : 0);
         const int64_t i = rows == nullptr ? r : rows[r];
         if (i < s.sq) score_row(one, args_.stage, i, row.data());

@@ -79,7 +79,7 @@ std::vector<Case> serving_cases() {
                    .softcap = softcap,
                    .seqused = true});
   }
-  // Rows that nobody reads 16 bytes at once.
+  // Rows that are not aligned to 16 bytes, so that no kernel loads 16 bytes at a time.
   all.push_back({.dtype = DType::kBF16,
                  .batch = 3,
                  .sq = 3,
@@ -239,8 +239,8 @@ TEST_P(Cache, TablesAndLengthsChangeBetweenRunsOfAPlan) {
   }
 }
 
-// Numbers on a device that nobody has checked: each counts as one that a host would take. `right`
-// is what a call has them instead of `wild`.
+// Numbers on a device, which are not checked: an invalid one has the effect of some valid one. A
+// call with `right` gives the same as one with `wild`.
 struct Number {
   Tensor ForwardTensors::*tensor;
   int64_t at;

@@ -347,7 +347,8 @@ std::vector<Bytes> all_bits(const Workload& w) {
   return all;
 }
 
-/// GPUs of this machine. A process asks that is not one of those that compute.
+/// The number of GPUs of this machine. It is queried in a process of its own, as the processes that
+/// compute are forked from one without a CUDA context.
 int gpus() {
   const std::string text = Processes(1, [](int) {
                              int count = 0;
@@ -370,7 +371,7 @@ void compute_by(
     connected(rank);
     return compute_rank(s, group, device);
   });
-  // Rows of no sequence are nobody's.
+  // Rows of no sequence belong to no rank.
   for (const Tensor* t :
        {&s.w.forward.out, &s.w.forward.lse, &s.w.backward.dq, &s.w.backward.dk, &s.w.backward.dv}) {
     if (s.problem.c.packed()) write(*t, std::vector<double>(t->numel(), 0.0));
@@ -808,7 +809,7 @@ TEST(Distributed, RanksComputeRowsOfSlowerOnes) {
         std::memcpy(&*all.end() - sizeof(double), &seconds, sizeof(double));
         return all;
       });
-      double seconds = 0;  // of the slow one, which waits for nobody
+      double seconds = 0;  // of the slow rank, which waits for no other
       for (int rank = 0; rank < 2; ++rank) {
         const std::vector<int64_t> rows = s.rows(true, 2, rank);
         Bytes want = bits(take(w.forward.out, s.row_dim(), rows).tensor);
@@ -1315,7 +1316,7 @@ TEST(Distributed, GroupOfTheEnvironment) {
   EXPECT_EQ(Group::from_env().size(), 1);
 }
 
-// Whoever has a way to exchange bytes has a group.
+// A function that exchanges bytes is enough to make a group.
 TEST(Distributed, ExchangeByTheCaller) {
   const Problem problem{{.dtype = DType::kF32,
                          .sq = 200,
@@ -1635,7 +1636,7 @@ TEST_F(DistributedOnGpus, ARankThatHangs) {
   }
 }
 
-/// A communicator of processes that each see one GPU; the first one tells the others its id.
+/// A communicator of processes that each see one GPU; the first one sends its id to the others.
 class NcclComms {
  public:
   explicit NcclComms(int ranks) : ranks_(ranks) { EXPECT_EQ(pipe(ids_), 0); }

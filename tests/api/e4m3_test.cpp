@@ -244,8 +244,9 @@ class CodedCalls : public EveryEngine {
   Case c_;
 };
 
-// What lies at hidden keys reaches nobody, though a product has rows that see them.
-TEST_P(CodedCalls, HiddenNanReachesNobody) {
+// NaN at keys that are hidden from some rows reaches none of these, though they share a product
+// with rows that see the keys.
+TEST_P(CodedCalls, HiddenNanReachesNoRow) {
   Workload w(c_, 1);
   w.options.engine = engine();
   CodedCall call(w, 1);

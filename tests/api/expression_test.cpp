@@ -185,7 +185,7 @@ TEST_P(Expressions, MasksOfTiles) {
         parse_expression(mask.text, {tensors.known[0].symbol, tensors.known[1].symbol});
     w.mask_value = mask.value;
     w.forward.tensors = w.backward.tensors = tensors.of({w.options.mask_mod});
-    // What is hidden reaches nobody.
+    // What is hidden reaches no row.
     const bool by_keys = std::string(mask.text) == "q // 128 == k // 128";
     if (by_keys) {
       std::vector<double> v = read(w.forward.v);
@@ -280,7 +280,8 @@ void Expressions::compare_with_all_looked_at(size_t i, uint64_t seed) {
          return p.q / 64 != p.k / 64 && (p.q / 64 + p.k / 128 + p.hk) % 3 != 1;
        }},
   };
-  // Of lengths in use, which a tensor does not know, those that do not ask for them.
+  // The first mask may depend on sq and sk, which are those of whole sequences here: not with
+  // seqused.
   const KnownExpr& mask = c.seqused ? masks[1 + seed % 2] : masks[(seed + i / 2) % 3];
   std::vector<double> shown;
   for (int64_t n = 0; n < kBatch * kHeads * kQueries * kKeys; ++n) {

@@ -214,7 +214,7 @@ TEST_P(HostMetadata, GiveTheBitsOfSlopesAndSinksBesideTheTensors) {
   }
 }
 
-// With the caller's workspace, and without being told the longest sequences.
+// With the caller's workspace. The longest sequences are found from the lengths on the host.
 TEST_P(HostMetadata, AreReadForTheLongest) {
   Workload w(cases()[3], 1);
   prepare(w);

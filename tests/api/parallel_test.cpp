@@ -9,7 +9,7 @@
 namespace fulgur::test {
 namespace {
 
-// Scratch memory is cut by these numbers, for as many threads as were asked for.
+// Scratch memory is divided by these numbers of threads, for the requested number of threads.
 TEST(ParallelFor, NumbersOfThreadsAreItsOwnInACallersTeam) {
   std::atomic<int> calls = 0, wrong = 0, in_team = 0;
 #pragma omp parallel num_threads(4)

@@ -205,7 +205,7 @@ TEST(Quantize, MeansAreTakenFromNumbersAndGivenBack) {
     for (size_t i = kDim * kHeads; i < numbers.size(); ++i) {
       ASSERT_NEAR(again[i], codes[i] + got[column(i)], 1e-4);
       ASSERT_NEAR(again[i], numbers[i], 1)
-          << i;  // 630 is a large number, 5 is the largest beside the mean
+          << i;  // 630 is a large number, 5 the largest distance from the mean
     }
     // A mean that is there.
     Coded same = c;

@@ -587,7 +587,7 @@ Moved backward_traffic(int64_t N, int64_t d, int64_t M) {
 using MeasureTraffic = std::function<Moved(int64_t N, int64_t d, int64_t M)>;
 
 /// The least-squares fit of T ~ N^a d^b M^c over a grid of sizes, with d <= M <= N d as the theorem
-/// asks. The grid is a full product, so each exponent is a regression of its own.
+/// requires. The grid is a full product, so each exponent is a regression of its own.
 void expect_exponents(const MeasureTraffic& measure, Traffic Moved::*algorithm) {
   double a = 0, b = 0, c = 0, squares = 0;
   for (int x : {-1, 0, 1}) {

@@ -500,10 +500,10 @@ std::string round_name(const testing::TestParamInfo<RepeatRound::ParamType>& inf
 
 INSTANTIATE_TEST_SUITE_P(, RepeatRound, testing::ValuesIn(rounds()), round_name);
 
-// Few queries with many keys are what engines have other kernels for, and whose keys they share
-// out: by the sequence's own rows and keys, whatever stands with it. Here by none, by one that
-// has too many rows for that, by any number of others, and in memory that nobody reads 16 bytes at
-// once.
+// Few queries with many keys have kernels of their own, which split the keys. How they split them
+// depends on the sequence's own rows and keys only: here the sequence is alone, with one that has
+// too many rows for these kernels, with any number of others, and in memory that is not aligned to
+// 16 bytes.
 TEST_P(Repeat, FewQueriesInAnyBatch) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   constexpr double kNan = std::numeric_limits<double>::quiet_NaN();

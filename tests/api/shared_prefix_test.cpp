@@ -187,8 +187,8 @@ TEST_P(SharedPrefix, NumbersMayLieOnTheHost) {
   }
 }
 
-// On a device nobody has checked them: nothing but the outputs is written, and the next run is
-// right.
+// On a device the lengths of prefixes are not checked: whatever they are, only the outputs are
+// written, and the next run is right.
 TEST_P(SharedPrefix, NumbersOnTheDeviceMayBeAnything) {
   if (device_of(engine()).type == DeviceType::kCpu) GTEST_SKIP() << "of tensors on a GPU";
   for (const Setting& setting : {settings()[0], settings()[2]}) {

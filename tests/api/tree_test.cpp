@@ -77,8 +77,8 @@ TEST_P(TreeMask, PoisonInHiddenTokens) {
   }
 }
 
-// The token that nobody sees is as if it were not there: what it holds changes no bit.
-TEST_P(TreeMask, TokensThatNobodySees) {
+// A token that no query sees is as if it were not there: its K and V change no bit.
+TEST_P(TreeMask, TokensThatNoQuerySees) {
   for (const DType dtype : kDtypes) {
     for (const Case& c : drafts(dtype)) {
       SCOPED_TRACE(c.name());

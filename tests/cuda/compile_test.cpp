@@ -276,8 +276,8 @@ std::vector<Problem> problems() {
   return all;
 }
 
-/// Of the decode kernel: every count of warps a team may have, with dims and options where a plan
-/// has most to hold in registers.
+/// Problems for the decode kernel: every number of warps that a warp group may have, with the dims
+/// and options that take the most registers.
 std::vector<Problem> decode_problems() {
   std::vector<Problem> all;
   const auto add = [&](ForwardShape shape, auto change) {
@@ -1016,7 +1016,7 @@ TEST_F(Compile, EveryProduct) {
   }
 }
 
-// The mask of dropout as a kernel asks for it.
+// The mask of dropout as a kernel computes it.
 TEST_F(Compile, DropoutOnTheDevice) {
   const std::string text =
       "#include \"host_device/dropout.h\"\n"

@@ -144,7 +144,7 @@ TEST_F(Libraries, OtherFoldersAboveAreNoPlaces) {
   EXPECT_TRUE(own_path().is_absolute()) << own_path();
 }
 
-// Where the process stands decides nothing.
+// The working directory of the process has no influence.
 TEST_F(Libraries, RelativePathsAreNoPlaces) {
   make("lib64");
   make("lib/python3.11/site-packages/nvidia/cu13/lib");

@@ -1,4 +1,4 @@
-/// What kernels have done in the emulator, which tests ask its driver for by this name.
+/// Counts of what kernels have done in the emulator; tests get them from its driver by this name.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,6 @@
 /// Finds accesses to global memory of a kernel that starts early (programmatic dependent launch)
 /// which the kernels before it may still be at: what they write may not be read, and what they
-/// access may not be written, by a thread that nothing has told that they have ended.
+/// access may not be written, by a thread that has not waited for their end.
 ///
 /// Kernels run one after another here, so that what those before have accessed is known. They are
 /// all from the last one on that came after everything: each of them may start before the one in

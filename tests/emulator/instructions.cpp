@@ -154,7 +154,7 @@ void load_global(Context& c, const Instruction& i) {
   current->reads_global(from, 4 * count);
   for (size_t k = 0; k < count; ++k) c.set(i.atoms[k], from[k]);
 }
-/// A thread that asks again at once waits for other news.
+/// A thread that loads the same number again waits until another thread has changed it.
 void load_global_again(Context& c, const Instruction& i) {
   const auto* const from = reinterpret_cast<const volatile uint32_t*>(c.get(i.atoms[1]));
   Thread& thread = *current;

@@ -96,7 +96,7 @@ struct Thread {
       nullptr;  ///< the last number that may be waited for, and what it was
   uint32_t answer = 0;
 
-  bool news = false;  ///< that other lanes of its warp have not heard of
+  bool news = false;  ///< whether it has changed memory since other lanes of its warp ran
 
   Actor actor() const { return place.thread.x; }
   void pass_on(Views& to);  ///< what it knows and has done itself

@@ -111,7 +111,7 @@ int nvrtcGetCUBINSize(Program* program, size_t* size) {
   *size = program->image.size() + sizeof(size_t);
   return 0;
 }
-/// The size comes first: who loads the image is not told it.
+/// The image begins with its size, because the driver gets no size with an image that it loads.
 int nvrtcGetCUBIN(Program* program, char* image) {
   const size_t size = program->image.size();
   std::memcpy(image, &size, sizeof(size));

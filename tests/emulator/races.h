@@ -4,7 +4,8 @@
 /// happened before its next one. Views pass through barriers. An access is a race where another one
 /// to the same bytes is not in its actor's view and one of the two writes (FastTrack, Flanagan and
 /// Freund, PLDI 2009). Besides threads there are actors for what they start and wait for later:
-/// copies and products happen with the thread, from their start until somebody has waited.
+/// copies and products run concurrently with the thread, from their start until a thread has
+/// waited.
 #pragma once
 
 #include <cstddef>

@@ -130,7 +130,8 @@ TEST_P(RandomTerms, HaveTheDerivativesOfFiniteDifferences) {
     for (int i = 0; i < 5; ++i) {
       ScorePlace p = random_place(random);
       const double step = 1e-5;
-      // Where the function bends (max, clamp, abs), both sides differ, and neither is asked for.
+      // Where the function has a kink (max, clamp, abs), the one-sided derivatives differ: not
+      // tested.
       const auto near = [&](auto at, double got, const std::string& what) {
         const double before = at(-step), here = at(0), after = at(step);
         const double left = (here - before) / step, right = (after - here) / step;

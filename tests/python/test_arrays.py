@@ -194,7 +194,7 @@ raise SystemExit(status or os.waitpid(child, 0)[1])
 
 
 def test_children_forked_while_other_threads_compute():
-    """The child has what other threads held when it was forked, and none of them to let go of it."""
+    """The child has the locks that other threads held when it was forked, but no thread that releases them."""
     code = """
 import os, signal, threading, numpy as np, fulgur
 stop = False

@@ -1,4 +1,4 @@
-"""GPU reports: the host's time, as it is measured, here on the CPU, and as it is told; how decode calls are told."""
+"""GPU reports: the host's time, measured here on the CPU, in the tables; decode calls in the tables."""
 
 import json
 import subprocess

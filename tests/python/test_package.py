@@ -63,7 +63,7 @@ def test_version():
 
 
 def test_extras():
-    """What each names is asked for, and nothing else but NumPy without one."""
+    """The requirements of each extra are those that it names; without an extra NumPy alone is required."""
     wanted = importlib.metadata.requires("fulgur")
     of_extra = {}
     for line in wanted:

@@ -190,7 +190,7 @@ std::vector<Case> long_cases() {
        .layout = Layout::kPackedPadded,
        .alibi = Alibi::kHeads,
        .dropout = 0.25},
-      {.dtype = bf16,  // many tiles of keys and of rows that dropout has to tell apart
+      {.dtype = bf16,  // many row tiles and key tiles, each with random numbers of its own
        .batch = 2,
        .sq = 500,
        .sk = 700,

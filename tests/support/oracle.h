@@ -40,7 +40,7 @@ Expected expect(const Workload& w);
 /// O and LSE alone, in a third of the time.
 Expected expect_forward(const Workload& w);
 
-/// What stands in the output tensors of `w` against the rule.
+/// Whether the output tensors of `w` keep the rule.
 testing::AssertionResult forward_is_right(const Workload& w, const Expected& e);
 testing::AssertionResult backward_is_right(const Workload& w, const Expected& e);
 

@@ -265,7 +265,7 @@ void Workload::make_trees(uint64_t seed) {
   }
 }
 
-// Packed sequences have a bias of more rows and keys than the longest of them, which nobody reads.
+// The bias of packed sequences has more rows and keys than the longest of them; these are not read.
 void Workload::make_bias(uint64_t seed) {
   const auto one_of = [&](std::initializer_list<Bias> kinds) {
     return std::ranges::find(kinds, c.bias) != kinds.end();

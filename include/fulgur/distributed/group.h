@@ -29,8 +29,8 @@ class FULGUR_API Group {
   /// listens at MASTER_ADDR (127.0.0.1) and FULGUR_PORT, or MASTER_PORT + 1 (29511). A single
   /// process without any of them is a group of its own.
   static Group from_env(double deadline = kDeadline);
-  /// The same; rank 0 listens there. Whoever reaches the port may join: for networks that are
-  /// trusted.
+  /// The same; rank 0 listens there. Any process that can connect to the port may join: for trusted
+  /// networks only.
   static Group connect(int rank, int ranks, const std::string& host, int port,
                        double deadline = kDeadline);
   /// By an ncclComm_t of the caller, whose GPU this process computes on, of one machine or several:

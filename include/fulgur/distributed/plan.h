@@ -27,9 +27,9 @@ enum class Sharding : uint8_t {
 /// How rows and heads are shared out.
 struct Distribution {
   Sharding sharding = Sharding::kContiguous;
-  /// So many ranks side by side exchange heads for rows before they compute (Ulysses): each then
-  /// has a part of the heads of all their rows. It divides the ranks and the heads of k. 1: each
-  /// computes its own rows; all ranks: keys need not be gathered.
+  /// Groups of so many consecutive ranks exchange heads for rows before they compute (Ulysses):
+  /// each then has a part of the heads of all their rows. It divides the ranks and the heads of k.
+  /// 1: each computes its own rows; all ranks: keys need not be gathered.
   int head_ranks = 1;
   /// Keys of one rank at a time come instead of all of some heads, and partial results are merged:
   /// less memory, for other last bits than one process has, so that `invariant` calls take none.
@@ -41,7 +41,7 @@ struct Distribution {
 /// of kByArea depend on the mask.
 FULGUR_API std::vector<int64_t> rows_of(Sharding sharding, int64_t length, int ranks, int rank,
                                         const Mask& mask = causal());
-/// Of packed sequences, counted in all rows.
+/// The same for packed sequences; rows are counted over all sequences.
 FULGUR_API std::vector<int64_t> rows_of(Sharding sharding, std::span<const int32_t> cu_seqlens,
                                         int ranks, int rank, const Mask& mask = causal());
 

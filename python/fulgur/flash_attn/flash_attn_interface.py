@@ -91,8 +91,8 @@ def flash_attn_varlen_func(
     softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False, block_table=None,
 ):  # fmt: skip
-    """The same of packed sequences; with block_table, whose k and v are pages ``(num_blocks,
-    page_block_size, heads, dim)``, cu_seqlens_k tells lengths alone and the backward pass raises."""
+    """The same of packed sequences. With block_table, k and v are pages ``(num_blocks,
+    page_block_size, heads, dim)``, cu_seqlens_k has only their lengths, and the backward pass raises."""
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q,

@@ -161,9 +161,9 @@ def _of_scores(name, x, shape):
 def _push_away(q, k, v, keys, scale):
     """q, k, v and scale with which keys that are not in `keys` get no weight.
 
-    They are told by dimensions after the others, in which the product with every query is so far
-    below 0 that exp gives 0; so the band is not moved as seqused_k would move it, and keys may lack
-    anywhere. A power of two, the product is exact in every dtype.
+    Dimensions are appended in which the product of these keys with every query is so far below 0
+    that exp gives 0. Unlike seqused_k, this does not move the band, and the keys may be anywhere.
+    The product is a power of two and so exact in every dtype.
     """
     keys = keys[:, :, None, None]
     k, v = jnp.where(keys, k, 0), jnp.where(keys, v, 0)

@@ -153,7 +153,7 @@ for _op in (expression_forward, expression_backward):
 
 
 def _at(i, x, dim):
-    """What the i-th call has of a mapped argument."""
+    """The part of a mapped argument that belongs to the i-th call."""
     if isinstance(x, (list, tuple)):
         return [_at(i, y, n) for y, n in zip(x, dim or [None] * len(x))]
     return x if dim is None else whole_rows("vmap", x.select(dim, i))

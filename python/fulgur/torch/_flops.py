@@ -17,8 +17,8 @@ def _visible_scores(
     q, k, cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, window_left=-1,
     window_right=-1, chunk=0, top_left=False, leftpad_k=None, page_table=None, **_,
 ):  # fmt: skip
-    """How many scores the mask shows in all sequences of all heads. Where fake tensors, or those on meta,
-    do not tell the lengths, packed sequences are equally long, and all others as long as they may be."""
+    """The number of scores that the mask shows in all sequences of all heads. If fake tensors or tensors on meta
+    hide the lengths, packed sequences count as equally long, and all others as long as they may be."""
 
     def in_band(sq, sk):
         def up_to(right):  # of query i the key `right` after that on its diagonal

@@ -39,7 +39,7 @@ def _vmap_random_numbers(*, device):
 
 
 def _trace_random_numbers(mode, func, types, args, kwargs):
-    """Records the operator so that no partition of a training graph draws the numbers anew.
+    """Records the operator so that no partition of a training graph draws the numbers again.
 
     The backward pass must drop the same entries of P as the forward pass. PyTorch's partitioner
     recomputes what an activation memory budget or a policy of checkpointing asks for, random

@@ -113,7 +113,8 @@ std::string dtypes_rejected(const OperandTypes& dtypes);
 
 /// Why no kernel computes heads of d and dv columns; empty if one may.
 std::string dims_rejected(const Problem& problem);
-/// The same of these heads in sequences of so many rows, which most kernels count with ints.
+/// Why no kernel computes these heads in sequences of so many rows, which most kernels count with
+/// ints; empty if one may.
 std::string sizes_rejected(const Problem& problem);
 
 /// Why no kernel computes quantized operands with these formats; empty if one may.
@@ -150,7 +151,7 @@ AnyForwardKey any_forward_key(const Problem& problem);
 
 /// The mask as arguments of a kernel: its bounds, 0 for those that the key has not.
 kernels::Band band_of(const KernelKey& key, const Mask& mask);
-/// The same with the origin of a part in a larger call.
+/// The mask of a problem, with the origin of a part in a larger call.
 kernels::Band band_of(const KernelKey& key, const Problem& problem);
 
 /// Why no kernel computes this part of a larger call; empty if one may, or if it is a whole call.

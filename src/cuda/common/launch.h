@@ -25,7 +25,7 @@ void launch(CUstream stream, CUfunction kernel, const void* params, Grid grid, i
 
 /// The kernel that writes the rows of outputs that belong to no sequence.
 KernelUse padding_kernel();
-/// Its arguments, without addresses.
+/// The arguments of that kernel, without addresses.
 ForwardPaddingParams padding_params(const Problem& problem);
 void launch_padding(CUstream stream, CUfunction kernel, const ForwardPaddingParams& params,
                     int sms);

@@ -76,7 +76,7 @@ KernelUse copy_kernel();
 /// The kernel that copies a tensor of e4m3 or e5m2 to f16.
 KernelUse widen_kernel(DType from);
 inline constexpr int kCopyThreads = 256, kCopyBlocks = 8;  // CTAs per SM
-/// Its arguments, without addresses.
+/// The arguments of both copy kernels, without addresses.
 ForwardCopyParams copy_params(const TensorShape& from, const TensorShape& to);
 
 }  // namespace fulgur::cuda

@@ -173,7 +173,7 @@ class DecodeCost {
     return combining_by_cta(each) + combining_by_cta(ceil_div(splits, each));
   }
 
-  /// Of the last CTA at a q block, or at a group of its splits.
+  /// Cycles of the combining by the CTA that finishes a q block last, or a group of its splits.
   double combining_by_cta(int splits) const {
     // The rows and splits that a warp loads at a time.
     int rows = plan_.heads > 1 ? 1 : plan_.warps_per_group, splits_at_once = rows == 1 ? 20 : 8;

@@ -10,8 +10,8 @@ using DecodeCandidate = PlannedCandidate<DecodePlan, DecodeExecutable, decode_ke
 /// The kernels of decode/ on Hopper.
 const Family& hopper_family();
 
-/// Its warp path on every GPU. Invariant calls without codes are the forward kernel's, which splits
-/// no keys.
+/// The warp path on every other GPU. It rejects invariant calls without codes: they use the forward
+/// kernel, which splits no keys.
 const Family& portable_family();
 
 }  // namespace fulgur::cuda::decode

@@ -9,8 +9,8 @@ namespace fulgur::cuda::decode {
 /// Why Hopper's decode kernels (docs/kernels/decode.md) do not compute a forward problem, and what
 /// they do compute; empty when they compute it.
 std::string decode_rejects(const Problem& problem);
-/// The same for their part of a problem that takes_both, and on cards whose forward kernel
-/// multiplies no codes.
+/// The same for the decode kernels' part of a problem that takes_both(), and on cards whose forward
+/// kernel multiplies no codes.
 std::string decode_rejects_few(const Problem& problem);
 
 }  // namespace fulgur::cuda::decode

@@ -140,7 +140,7 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const bool more_scores = plan.transforms_scores || plan.has_left || plan.scores_hide();
   const bool no_registers = more_scores && (p.invariant || !by_boxes);
   if (dim > 128 && (plan.tree || no_registers)) return 16;
-  // The same holds where TMA loads pages and q is read by elements.
+  // Registers are as scarce where TMA loads pages and q is read by elements.
   const bool elements = !plan.q_whole && plan.page > 0 && by_boxes;
   if (dim > 240 && elements && plan.warps_per_group < kMaxWarps) return 16;
   const bool small = plan.tree || plan.scores_hide();  // no registers for more

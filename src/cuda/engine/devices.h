@@ -29,7 +29,7 @@ Gpu& usable_gpu(int index);
 Gpu& attending_gpu(int index);
 
 /// The families among which a call on device `index` chooses: those of the device if attention has
-/// kernels for it, else those for Hopper, whose reasons tell why they do not compute the call.
+/// kernels for it, else those for Hopper, whose reasons say why they do not compute the call.
 std::span<const Family* const> families_at(int index, Algorithm algorithm);
 
 /// The card of a device for which attention has kernels.

@@ -73,7 +73,7 @@ CallKernel of_queries(CallKernel first, DType q) {
   return of_dtype(first, is_low_bit(q) ? DType::kF16 : q);
 }
 
-/// A problem with only those lengths that tell the sequence of a row, for their upload.
+/// A problem with only those lengths that determine the sequence of a row, for their upload.
 Problem with_starts_alone(Problem p) {
   const bool starts = p.on_host.has(Arg::kCuSeqlensQ);
   p.on_host = {};

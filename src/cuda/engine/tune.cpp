@@ -72,8 +72,8 @@ double median(std::vector<double> values) {
   return *middle;
 }
 
-/// Median microseconds of each plan. Plans are measured by turns, because the device's clock drifts
-/// with its load and temperature.
+/// Median microseconds of each plan. Plans are measured alternately, because the device's clock
+/// drifts with its load and temperature.
 std::vector<double> measure(const Stopwatch& stopwatch,
                             const std::vector<std::unique_ptr<const Executable>>& plans) {
   std::vector<int> runs;

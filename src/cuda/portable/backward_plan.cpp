@@ -27,7 +27,7 @@ constexpr BackwardTile kBackwardTiles[] = {
 constexpr int kMaxStages = 3;
 constexpr int kFewKeyBlocks = 2;   // per SM: with four, splits were 1 to 4% slower
 constexpr int kOrderedBlocks = 8;  // per SM and section, if they add dQ in order
-// So many key blocks of a head suffice to run at the same time then.
+// If they add in order, at most so many key blocks of a head need to run at the same time.
 constexpr int kLongHead = 64;
 // Per SM: with fewer, descending order loses, as the longest blocks end last and leave SMs idle.
 constexpr int kManyKeyBlocks = 12;

@@ -60,7 +60,8 @@ KernelUse repair_kernel(const BackwardPlan& plan) {
   return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
 }
 
-/// Its tiles have 128 queries and 64 keys, whatever tiles the kernel by keys has.
+/// The kernel of the bias gradient. Its tiles have 128 queries and 64 keys, whatever tiles the
+/// kernel by keys has.
 BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
   if (!plan.dbias) return {};
   BackwardKey key;

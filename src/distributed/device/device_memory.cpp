@@ -25,7 +25,7 @@ using namespace cuda;
 constexpr int kPriority = -8;  // the driver clamps it to its highest priority
 constexpr int kAddBlocks = 4;  // CTAs per SM
 constexpr std::chrono::milliseconds kHeartbeat{
-    20};  // period in which waiting ranks tell that they are alive
+    20};  // period in which waiting ranks signal that they are alive
 
 CUdeviceptr address(const void* data) { return reinterpret_cast<CUdeviceptr>(data); }
 

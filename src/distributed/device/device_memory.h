@@ -84,8 +84,8 @@ class DeviceMemory final : public OnStream<Memory> {
   Group::Impl& group_;
   GpuTransport* const
       carrier_;  ///< transfers rows; null: they are fetched from other ranks' memory
-  /// One for each Use, then two that are kSends by turns, so that other ranks fetch from one while
-  /// the other one is filled for the next exchange.
+  /// One for each Use, then two that are used alternately as kSends, so that other ranks fetch from
+  /// one while the other one is filled for the next exchange.
   std::array<Buffer, kUses + 2> buffers_;
   uint64_t turn_ = 0;
   std::vector<cuda::CUdeviceptr>

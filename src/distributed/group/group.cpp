@@ -153,7 +153,7 @@ void Group::Impl::check_bytes(int of_rank, int64_t bytes, int64_t want) const {
 }
 
 std::vector<std::string> Group::Impl::gather(const std::string& text) {
-  // The first step carries the sizes and the first bytes, which are all of most texts.
+  // The first step exchanges the sizes and the first bytes; most texts have no more.
   constexpr size_t kFirst = 4096;
   struct First {
     uint64_t size;

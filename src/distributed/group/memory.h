@@ -73,7 +73,7 @@ class Memory : public Queue {
   /// host, where each call uses the whole machine.
   virtual std::optional<Run> second_stream(const Run&) { return {}; }
 
-  static constexpr int kSharedBuffers = 3;  // used by turns
+  static constexpr int kSharedBuffers = 3;  // used cyclically
   /// Whether ranks can share buffers.
   virtual bool has_shared_buffers() const { return false; }
   /// Collective, between runs: allocates so many bytes for each shared buffer, and for the work

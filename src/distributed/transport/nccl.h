@@ -12,8 +12,8 @@ struct NcclPlace {
   int rank = 0, ranks = 1;
 };
 
-/// Asks the NCCL that has made `comm`. Throws Error: kUnavailable if this process has loaded no
-/// NCCL, kInvalidArgument for no communicator.
+/// The place of `comm`, by the NCCL that has made it. Throws Error: kUnavailable
+/// if this process has loaded no NCCL, kInvalidArgument for no communicator.
 NcclPlace place_of_nccl(void* comm);
 /// The communicator is aborted if a step takes more than `deadline` seconds.
 std::unique_ptr<Transport> connect_nccl(void* comm, double deadline);

@@ -66,7 +66,7 @@ class Socket {
 struct Hello {
   uint64_t magic = kMagic;
   int32_t ranks = 0, rank = 0, port = 0;  ///< port: at which the rank listens
-  int32_t data = 0;  ///< 1: the data connection; 0: control, which carries why a rank leaves
+  int32_t data = 0;  ///< 1: the data connection; 0: control, by which a rank sends why it leaves
 };
 
 /// The address at which a rank listens.

@@ -24,7 +24,7 @@ class Transport {
   /// An Exchange. Throws Error(kUnavailable).
   virtual void exchange(std::span<const std::span<const std::byte>> sends,
                         std::span<const std::span<std::byte>> receives) = 0;
-  /// Tells the other ranks, if it can, why this rank leaves.
+  /// Informs the other ranks, if it can, why this rank leaves.
   virtual void abort(const std::string& why) = 0;
   /// The transport of GPU memory; null: ranks have to open each other's memory.
   virtual GpuTransport* gpu_transport() { return nullptr; }

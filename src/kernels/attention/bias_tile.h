@@ -7,7 +7,8 @@ namespace fulgur::kernels {
 
 FULGUR_SHARED int bias_bytes(int bias) { return bias == 0 ? 0 : bias == 1 + kBool ? 1 : bias == 1 + kF32 ? 4 : 2; }
 
-// Of a panel of `rows` queries; where all queries have the same, it is one row, alone where the swizzle repeats itself.
+// Bytes of a panel of `rows` queries. Where all queries have the same bias, a panel has one row, and takes as many
+// bytes as the swizzle repeats itself after.
 FULGUR_SHARED int bias_panel_bytes(bool of_rows, int rows) { return of_rows ? rows * kPanelRowBytes : 1024; }
 
 FULGUR_SHARED int bias_panels(int bias, int keys) {

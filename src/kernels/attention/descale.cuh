@@ -17,7 +17,7 @@ __device__ __forceinline__ float descale_of(const Descale& descale, int batch, i
   return half_to_float(static_cast<const unsigned short*>(descale.data)[at]);
 }
 
-// Of products of q and k. One that is not finite makes NaN, as sums of infinities of both signs are.
+// The descale of products of q and k. One that is not finite becomes NaN, like a sum of infinities of both signs.
 __device__ __forceinline__ float product_descale(const AttentionParams& p, int batch, int kv_head) {
   const float descale = descale_of(p.q_descale, batch, kv_head) * descale_of(p.k_descale, batch, kv_head);
   return fabsf(descale) < infinity() ? descale : __int_as_float(0x7fffffff);

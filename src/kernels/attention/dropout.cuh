@@ -72,12 +72,13 @@ __device__ __forceinline__ void decide(u32& bits, const DropoutMask& mask, u32 h
         : "r"(words[w]), "r"(mask.threshold), "r"(1u << (8 * w)));
 }
 
-// Bytes of two lanes: the first of a pair gets the lower halves of both, the second the upper ones, the first's before.
+// Exchanges halves of the words of two lanes: the first lane gets the lower halves of both, the second lane the upper
+// halves. That of the first lane comes first.
 __device__ __forceinline__ u32 exchange_halves(u32 bytes, u32 distance) {
   const u32 other = __shfl_xor_sync(0xffffffff, bytes, distance);
   return __byte_perm(bytes, other, threadIdx.x & distance ? 0x3276 : 0x5410);
 }
-// The same for every second byte.
+// Exchanges every second byte likewise: the first lane gets the even bytes of both words, the second the odd ones.
 __device__ __forceinline__ u32 exchange_seconds(u32 bytes, u32 distance) {
   const u32 other = __shfl_xor_sync(0xffffffff, bytes, distance);
   return __byte_perm(bytes, other, threadIdx.x & distance ? 0x3715 : 0x6240);

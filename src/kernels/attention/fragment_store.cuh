@@ -71,10 +71,11 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
   }
 }
 
-// 32 columns, the last time perhaps 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on; `out` is where
-// the row's begin, `dims` so many it has. Quads exchange so that a thread holds 8 adjacent columns, 16 bytes, which are
-// stored at once or by `elements`. Where columns are `permuted` (sm90/forward/values.cuh) it holds them already, and
-// they are on their way past L2, which has the images of V to hold.
+// Stores 32 columns, or the last 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on. `out`: the address
+// of the first of these columns; `dims`: how many of them exist. Quads exchange elements so that a thread holds 8
+// adjacent columns, 16 bytes, which are stored at once or by `elements`. Where columns are `permuted`
+// (sm90/forward/values.cuh) it holds them already, and they are stored as streaming data, as L2 is to keep the images of
+// V.
 template <class Type, int columns, bool elements, bool permuted = false>
 __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
                                                  int i, int half, float scale, Finite<Type>& finite) {

@@ -102,7 +102,7 @@ struct VisibleRows {
   int begin[2], end[2];
 };
 
-// Of the keys `key` and key + 8, in the tile of `rows` rows from `row` on.
+// The rows that see the keys `key` and key + 8, in the tile of `rows` rows from `row` on.
 template <int rows>
 __device__ __forceinline__ VisibleRows visible_rows(const CallParams& p, const Lengths& n, int key, int row) {
   const int column = row + int(thread_column());

@@ -56,7 +56,7 @@ __device__ __forceinline__ const typename Type::Memory* key_row(const AttentionP
   return data + at.page * t.batch + at.row * t.row;
 }
 
-// Its elements are zeros there.
+// An element of a row of a cache; 0 if the row is null.
 template <class Type>
 __device__ __forceinline__ float element_of(const typename Type::Memory* row, int column) {
   return kPage == 0 || row != nullptr ? Type::to_float(row[column]) : 0;

@@ -70,8 +70,8 @@ class RowWriter {
   int lane_, row_;
 };
 
-// Appends, by the compute warps, before any warp loads what is written here. `work_tiles` stands at the first work
-// tile, if there are `more`, and does so again afterwards.
+// Appends, by the compute warps, before any warp loads what is written here. `work_tiles` is at the first work
+// tile, if there are `more`, and is there again afterwards.
 __device__ __forceinline__ void append_rows(const DecodeParams& p, WorkTiles& work_tiles, bool more) {
   RowWriter writer(append_of(p));
   if (kUnreadRows) writer.append_unread();

@@ -56,7 +56,7 @@ struct WorkTileMask {
   }
 };
 
-// The same with the rows r and r + 8 of a thread.
+// The mask of a work tile for the rows r and r + 8 of a thread.
 struct TileMask : WorkTileMask {
   ThreadRows rows;
 

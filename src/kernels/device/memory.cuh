@@ -1,4 +1,4 @@
-// Loads and stores with PTX qualifiers that C++ does not have; names tell which memory they access. Addresses of shared
+// Loads and stores with PTX qualifiers that C++ does not have; names say which memory they access. Addresses of shared
 // memory are 32-bit shared addresses.
 #pragma once
 #include "device/warp.cuh"

@@ -47,7 +47,8 @@ TEST_F(OnFakeGpu, DecodeReadsACacheWhereItIs) {
   EXPECT_EQ(static_cast<const void*>(p.seqused_k), args.lengths.seqused_k.data);
   EXPECT_EQ(static_cast<void*>(p.tickets), mine);
   EXPECT_EQ(reinterpret_cast<char*>(p.partial), mine + need.zeroed_bytes);
-  // K and V are copied 16 bytes at a time: a call must keep what the plan was told.
+  // K and V are copied 16 bytes at a time: they must be as aligned in each run as they were
+  // planned.
   args.k.data = at(258);
   EXPECT_NE(message_of([&] { plan.run(args); }).find("k: data"), std::string::npos);
 }
@@ -105,7 +106,7 @@ TEST_F(OnFakeGpu, SequencesOfFewAndOfManyRowsTakeTwoKernels) {
   for (size_t i = 0; i < std::size(kernels); ++i)
     EXPECT_STREQ(state_->launches[i].kernel, kernels[i]);
   const auto p = params<DecodeParams>(2);
-  EXPECT_EQ(p.sq, 300);  // beyond 16 they are told by their own length
+  EXPECT_EQ(p.sq, 300);  // sequences of more than 16 rows are recognized by their own length
   EXPECT_EQ(static_cast<void*>(p.tickets), mine);
   const int64_t partial = 18000 / 512 * 2 * 64 * 132 * int64_t{4};
   expect_apart({{p.tickets, need.zeroed_bytes}, {p.partial, partial}}, mine, need.bytes);

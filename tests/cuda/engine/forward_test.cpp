@@ -81,7 +81,7 @@ TEST_F(OnFakeGpu, LaunchesWhatTheProblemSays) {
 
 TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   ForwardCall call = forward_call({.packed = true, .seqused_q = true, .seqused = true});
-  const int used[4] = {};  // nobody reads them
+  const int used[4] = {};  // never read
   call.args.lengths.seqused_q.data = used;
   call.args.lengths.seqused_k.data = used + 2;
   const Plan plan = fulgur::plan(call.args, call.options);
@@ -152,7 +152,7 @@ TEST_F(OnFakeGpu, EmptyProblems) {
   EXPECT_EQ(k_map(1).address, args.out.data);
 }
 
-// Odd rows and odd addresses: q, k and v are copied on the device, every run anew.
+// Odd rows and odd addresses: q, k and v are copied on the device in every run.
 TEST_F(OnFakeGpu, WhatTheCopyEngineCannotAddressIsCopied) {
   for (const ForwardShape& shape : {ForwardShape{.d = 17}, ForwardShape{.base = kBase + 8}}) {
     state_->launches.clear();
@@ -210,7 +210,7 @@ TEST_F(OnFakeGpu, MisalignedDataIsRefusedBeforeAnythingRuns) {
   EXPECT_TRUE(state_->launches.empty());
 }
 
-// Kernels are told where the numbers of dropout come from, and of what kind it is.
+// Kernels get the seed and the offset of dropout, or the address of rng_state, and its threshold.
 TEST_F(OnFakeGpu, DropoutReachesTheKernels) {
   ForwardCall call = forward_call({.lse = false, .dropout = 0.25});
   call.args = placed(call.args, kBase);

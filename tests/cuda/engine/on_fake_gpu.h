@@ -1,4 +1,4 @@
-/// The CUDA engine on a driver whose kernels do nothing: what it asked the driver for.
+/// The CUDA engine on a driver whose kernels do nothing and which records its calls.
 #pragma once
 
 #include <dlfcn.h>

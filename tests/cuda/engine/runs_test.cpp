@@ -1,5 +1,5 @@
-// Runs of plans: what they ask of the driver, which memory each has, in graphs too, and how long
-// they keep the host.
+// Runs of plans: their calls of the driver, the memory of each run, in graphs too, and how long
+// they occupy the host.
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -120,8 +120,8 @@ TEST_F(OnFakeGpu, TheCallersWorkspace) {
   EXPECT_EQ(state_->launches.size(), 1u);
 }
 
-// Launches that are captured on one stream have memory in common that nobody else gets while their
-// graph lives.
+// Launches that are captured on one stream share memory that no other run gets while their graph
+// lives.
 TEST_F(OnFakeGpu, CapturedLaunchesHaveTheMemoryOfTheirGraph) {
   const ForwardCall call = forward_call({.d = 64});
   const ForwardArgs args = placed(call.args, kBase);
@@ -162,7 +162,7 @@ TEST_F(OnFakeGpu, CapturedLaunchesHaveTheMemoryOfTheirGraph) {
 // A captured launch that wants more has more, and those before keep what they have.
 TEST_F(OnFakeGpu, CapturedLaunchesThatWantMoreHaveMore) {
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
-  std::vector<std::pair<const char*, int64_t>> blocks;  // and what was asked for
+  std::vector<std::pair<const char*, int64_t>> blocks;  // and their requested sizes
   const size_t held = state_->held.size();
   ++state_->capture;
   for (const int64_t sq : {1, 4, 16, 2}) {

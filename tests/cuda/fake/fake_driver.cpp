@@ -78,7 +78,7 @@ extern "C" {
 FakeState* fulgur_fake_state() { return &state; }
 
 int cuInit(unsigned) { return number("FAKE_CUDA_INIT", 0); }
-// NVRTC asks for it, and goes without.
+// NVRTC calls it, and does without a result.
 int cuGetExportTable(const void**, const void*) { return 500; }
 int cuDriverGetVersion(int* version) {
   *version = number("FAKE_CUDA_VERSION", 13000);

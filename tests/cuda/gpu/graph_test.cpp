@@ -559,7 +559,8 @@ TEST_F(Graphs, TensorsOfExpressionsChangeBetweenReplays) {
   }
 }
 
-// And so with groups of sequences that share prefixes, which replays divide anew.
+// The same for groups of sequences that share prefixes: each replay divides them by its own
+// lengths.
 TEST_F(Graphs, SharedPrefixesChangeBetweenReplays) {
   const Stream stream;
   Workload w({.dtype = DType::kBF16,

@@ -217,8 +217,9 @@ TEST(DecodePlan, HeadsOfCodesComeTogether) {
   }
 }
 
-// TMA brings codes in boxes of the keys of a tile or of a page; blocks, too, where rows of a kv
-// head all begin equally far behind a multiple of 16 bytes. Lanes copy the others.
+// TMA loads codes in boxes of the keys of a tile or of a page. It loads formats of blocks, too,
+// where all rows of a kv head begin at the same distance after a multiple of 16 bytes. Others are
+// copied by cp.async.
 TEST(DecodePlan, CodesComeInBoxes) {
   const auto boxed = [](DType codes, int64_t d, int64_t hk, int64_t page = 0) {
     test::ForwardCall call =
@@ -247,8 +248,7 @@ TEST(DecodePlan, CodesComeInBoxes) {
       EXPECT_EQ(boxed(codes, d, 8, 4), 0);
     }
   }
-  // A row of one head has 136 bytes. That of the seventh block of 192 columns may lie too far
-  // behind.
+  // A row of one head has 136 bytes. The seventh block of 192 columns may begin too far after it.
   EXPECT_EQ(boxed(DType::kQ8_0, 128, 1), 0);
   EXPECT_EQ(boxed(DType::kQ8_0, 192, 8), 0);
   EXPECT_EQ(boxed(DType::kInt8, 128, 1), boxed(DType::kInt8, 128, 8));

@@ -48,7 +48,7 @@ inline ForwardCall forward_call(const ForwardShape& s) {
     return rows_of(s.dtype, length, heads, dim);
   };
   const DType out = s.dtype == DType::kE4M3 ? DType::kBF16 : s.dtype;
-  static int anything = 0;  // lengths and slopes stay on the "device": nobody reads them
+  static int anything = 0;  // lengths and slopes, which count as memory of a device, are not read
   const auto vector = [&](DType dtype, int64_t size) {
     return Tensor::contiguous(&anything, dtype, {size}, kDevice);
   };

@@ -55,7 +55,7 @@ class TestRotary:
             call(x, torch.rand(5, 5), torch.rand(5, 5))
         with pytest.raises(ValueError, match="^sin: got shape .5, 3., want .5, 4. as cos"):
             call(x, angles, angles[:, :3])
-        # A device would not tell, but end the process: places in a tensor are those that there are.
+        # On a device a wrong place would end the process, so places in a tensor are valid ones.
         got = call(x, angles, angles, seqlen_offsets=torch.tensor([0, 9]))
         torch.testing.assert_close(got[1], call(x[1:], angles[4:].expand(4, 4), angles[4:].expand(4, 4))[0])
 

@@ -268,7 +268,7 @@ class TestTransformers:
         assert torch.equal(got, theirs.generate(tokens, **options))
 
     def test_packed(self):
-        """By position_ids that begin anew, and by lengths."""
+        """By position_ids that begin again, and by lengths."""
         model, eager = self.pair()
         tokens, _ = self.batch("right")
         parts = [tokens[i : i + 1, :n] for i, n in enumerate(self.LENGTHS)]

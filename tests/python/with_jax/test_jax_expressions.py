@@ -97,7 +97,7 @@ def test_transformations():
     for x, *y in zip(jax.vmap(gradient, in_axes=(0, None, None, 0))(queries, k, v, table), *each):
         np.testing.assert_array_equal(x, jnp.stack(y))
     assert gradient(q, k, v, table[0].astype(jnp.bfloat16))[3].dtype == jnp.bfloat16
-    # Of a table that nobody differentiates there is no gradient to compute.
+    # No gradient is computed for a table that is not differentiated.
     text = str(jax.make_jaxpr(jax.grad(lambda q: relative(q, k, v, table[0], doc).sum()))(q))
     assert "dtensors=" not in text and "fulgur_backward" in text
 

@@ -318,7 +318,7 @@ def test_what_stays_upstreams(enabled, one_thread):
 @pytest.mark.parametrize("backend", ["aot_eager", "eager"])
 @pytest.mark.parametrize("mod", [None, lambda s, b, h, q, k: s + SLOPES[h]])
 def test_what_no_engine_computes_stays_upstreams(mod, backend, enabled, one_thread):
-    """Which a graph is asked before it is made, as its calls come too late."""
+    """This is checked before a graph is made, as its calls come too late to choose upstream's function."""
     q, k, v = (torch.randn(B, H, S, 600) for _ in range(3))
     own = torch.compile(upstream.flex_attention, backend=backend)
     with pytest.warns(UserWarning, match="PyTorch computes this call, not fulgur: q: got head dim 600, want 1 to 576"):

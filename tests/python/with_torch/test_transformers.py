@@ -75,9 +75,9 @@ FIXED = {
      "hy_v4_vl_text", "paddleocr_vl_text", "qwen2_5_vl_text", "qwen2_vl_text"], SECTIONS,
 )  # fmt: skip
 
-# Families of which nothing is known: nobody said how to make them small or what to call them with, or they want
-# packages that the tests do without, or they take long. Of nemotron_asr_streaming, its encoder and nemotron3_5_asr
-# eager attention gives NaN, as it hides what a mask of numbers shows.
+# Families that are not tested: small configurations or arguments for them are not known, they need packages that the
+# tests do without, or they take long. Eager attention of nemotron_asr_streaming, its encoder and nemotron3_5_asr gives
+# NaN, as it hides what a mask of numbers shows.
 NOT_TRIED = set("""
 align apertus1p5 autoformer bark blip-2 blip_2_qformer blt bridgetower bros chameleon clap clvp cohere_compass
 cohere_compass_text conditional_detr convnext convnextv2 cpmant d_fine dab-detr dbrx decision_transformer

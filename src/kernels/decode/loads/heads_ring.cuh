@@ -30,8 +30,8 @@ class HeadsRing {
     return buffers_ + kLayout.v + stage_ * kLayout.v_bytes + RowsOfHeads<kOfV>::place();
   }
   __device__ __forceinline__ u32 scales() const { return buffers_ + kLayout.scales + stage_ * kLayout.scale_bytes; }
-  // Whether a warp group has this tile. A stage always belongs to the same warp group, as a warp that does not wait for
-  // a stage each time cannot tell by the parity how often it was filled.
+  // Whether a warp group computes this tile. A stage always belongs to the same warp group: a warp that does not wait
+  // each time the stage is filled could not know from the parity of the barrier how often it was.
   __device__ __forceinline__ bool is_of(int warp_group) const { return stage_ % kWarpGroups == warp_group; }
   __device__ __forceinline__ void advance() {
     release(kLayout.v_empty);

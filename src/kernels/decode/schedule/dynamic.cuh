@@ -103,10 +103,10 @@ class Dynamic {
    public:
     // `tiles`: how many tiles of the work tile are left for this warp group.
     __device__ __forceinline__ void begin_tile(const DecodeParams& p, const Dynamic& schedule, int tiles) {
-      if (requests(schedule) && tiles <= kRequestTiles) ask(p);
+      if (requests(schedule) && tiles <= kRequestTiles) request(p);
     }
     __device__ __forceinline__ void after_load(const DecodeParams& p, const Dynamic& schedule, int tiles) {
-      if (requests(schedule) && tiles == kRequestTiles) ask(p);
+      if (requests(schedule) && tiles == kRequestTiles) request(p);
       if (requests(schedule) && tiles == kAnswerTiles) answer(p, schedule);
     }
 
@@ -114,7 +114,7 @@ class Dynamic {
     static __device__ __forceinline__ bool requests(const Dynamic& schedule) {
       return int(threadIdx.x / 32) == kFirstLoadWarp && schedule.request_ >= 0;
     }
-    __device__ __forceinline__ void ask(const DecodeParams& p) {
+    __device__ __forceinline__ void request(const DecodeParams& p) {
       number_ = threadIdx.x % 32 == 0 ? int(gridDim.x) + take_number(p.tickets + 4 * gridDim.x, queue().splits - 1) : 0;
     }
     __device__ __forceinline__ void answer(const DecodeParams& p, const Dynamic& schedule) {

@@ -160,7 +160,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           }
           register_fence(O);
           wgmma_fence();
-          // With a mask of bits q is made uniform anew, or the compiler would do so before each of the products.
+          // With a mask of bits q is made uniform here; otherwise the compiler does it before each of the products.
           issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, kv.k_operand());
           issue_values(O, P, kv.v_operand());
           if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);

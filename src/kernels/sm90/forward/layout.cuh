@@ -21,7 +21,7 @@ enum : int {
   kCentersV = ElementV::kType == kE4M3,       // V comes centred, in steps of products (sm90/forward/values.cuh)
   kOThroughQ = kQStages > 1 && !kCentersV,    // TMA stores O from the buffer of its Q
   kBiasInRegisters = bias_in_registers(kBiasTile, kConsumers),
-  // Its words lie in the buffer of P that is not being multiplied. With narrow heads that was slower.
+  // The words of the bias lie in the buffer of P that is not being multiplied. With narrow heads that was slower.
   kBiasInP = kBiasInRegisters && kValueDim > 64,
   // A warpgroup computes P of a tile while it multiplies P V of the tile before. That pays with wide heads of codes,
   // where the tensor cores bind, and with a bias, whose softmax is long. Other kernels lack the registers.

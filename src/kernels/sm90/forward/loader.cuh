@@ -1,4 +1,4 @@
-// The producer's loads: it waits until a buffer of a ring is empty, and asks TMA to fill it.
+// The producer's loads: it waits until a buffer of a ring is empty, and issues the TMA copy that fills it.
 #pragma once
 #include "attention/descale.cuh"
 #include "attention/pages.cuh"
@@ -53,7 +53,7 @@ __device__ __forceinline__ const u32* mask_words_of_strip(const Params& p, const
          (row < p.sq ? row / kStripRows : 0) * bits.strip;
 }
 
-// The producer's side of the rings. Each load waits until its buffer is empty, and returns once TMA has been asked.
+// The producer's side of the rings. Each load waits until its buffer is empty, issues its TMA copies and returns.
 struct Loader {
   const ForwardParams& p;
   u32 smem;

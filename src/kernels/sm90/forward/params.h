@@ -67,7 +67,7 @@ struct TensorMaps {
   TensorMapBlob bias_map;  // dims {sk, sq, hq, b} or 1  box {a panel's columns, 64 or 1, 1, 1}; unused unless kBias
 };
 
-// Of a row over some of its keys, as in attention/softmax.cuh.
+// The shift and the sum of exponentials of a row over some of its keys, as in attention/softmax.cuh.
 struct RowSum {
   float shift, sum;
 };
@@ -86,5 +86,5 @@ struct ProductValues {
   CenteredValues values;  // kElementV of e4m3
 };
 
-// What expressions need comes last: of most kernels it is nothing.
+// The arguments of expressions come last; most kernels have none.
 struct ForwardParams : TensorMaps, ProductValues, AttentionParams {};

@@ -68,7 +68,8 @@ struct KvBuffers {
       }
     }
   }
-  // Those on the right. With kPairs n key tiles are n + 1 pairs, and a strip that sees no tile releases one more.
+  // Releases such tiles on the right of the walk. With kPairs n key tiles are n + 1 pairs, and a strip that sees no
+  // tile releases one more.
   __device__ __forceinline__ void skip_front(const KeyWalk& walk) {
     skip(walk.skip_front);
     if constexpr (kPairs) skip(!walk.more() && walk.skip_front + walk.skip_back > 0);

@@ -14,7 +14,7 @@ __device__ __forceinline__ RowSum* sums_of_row(const ForwardParams& p, int half)
   return p.values.sums + (long long)(row) * p.values.segments;
 }
 
-// Stores the sums of both rows, which begin anew. It is not the row's last segment.
+// Stores the sums of both rows and resets them for the next segment; `segment` is not the row's last one.
 __device__ __forceinline__ void store_segment_sum(const ForwardParams& p, Rows& rows, int segment) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

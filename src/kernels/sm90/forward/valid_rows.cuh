@@ -14,7 +14,7 @@ __device__ __forceinline__ int valid_rows(const ForwardParams& p, const KeyWalk&
   return lengths_of(p, place.batch).sq - place.row;
 }
 
-// Of the bias of 16 columns, as load_bias_of_strip() gives it.
+// Clears the bias of 16 columns, as load_bias_of_strip() returns it, in rows after the end of the sequence.
 __device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p, const KeyWalk& walk, u32 view,
                                                           float (&bias)[8]) {
   const int valid = valid_rows(p, walk, view);
@@ -23,7 +23,7 @@ __device__ __forceinline__ void clear_bias_after_sequence(const ForwardParams& p
     if (int(warp_row() + thread_row()) + i / 2 % 2 * 8 >= valid) bias[i] = kBias == 1 + kBool ? -infinity() : 0;
 }
 
-// Of Q in shared memory, by the strip's warpgroup.
+// Clears the rows of Q in shared memory after the end of the sequence; the strip's warpgroup does.
 __device__ __forceinline__ void clear_rows_after_sequence(const ForwardParams& p, const KeyWalk& walk, u32 view,
                                                           u32 strip, u32 barrier) {
   if (!walk.more()) return;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void tma_store(const void* map, u32 shared, const Box
       : "memory");
 }
 
-// Bytes in multiples of 16, aligned to 16.
+// Copies contiguous bytes, in multiples of 16 and aligned to 16, to shared memory.
 __device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 bytes, u32 barrier, Keep keep) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -46,7 +46,7 @@ __device__ __forceinline__ void bulk_load(u32 shared, const void* from, u32 byte
       : "memory");
 }
 
-// Such bytes into L2 alone.
+// Loads such bytes into L2 only.
 __device__ __forceinline__ void bulk_prefetch(const void* from, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 }
