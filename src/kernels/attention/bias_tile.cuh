@@ -1,5 +1,5 @@
 // Tiles of a dense bias in shared memory, rows of queries and columns of keys: panels of 128 bytes of each row,
-// swizzled, as TMA brings them; and what a thread's scores, which are fragments (fragment.cuh), take from them.
+// swizzled, as TMA loads them; and what a thread's scores, which are fragments (fragment.cuh), take from them.
 #pragma once
 #include "device/memory.cuh"
 #include "device/mma_sync.cuh"

@@ -23,7 +23,7 @@ __device__ __forceinline__ float product_descale(const AttentionParams& p, int b
   return fabsf(descale) < infinity() ? descale : __int_as_float(0x7fffffff);
 }
 
-// Of V.
+// The descale of V.
 __device__ __forceinline__ float value_descale(const AttentionParams& p, int batch, int kv_head) {
   return kHasCodes ? descale_of(p.v_descale, batch, kv_head) : 1;
 }

@@ -1,4 +1,4 @@
-// A warp's accumulators on their way from registers to rows of a tensor.
+// Stores of a warp's accumulators from registers to rows of a tensor.
 #pragma once
 #include "kernel_config.h"
 #include "host_device/attention_params.h"
@@ -13,7 +13,7 @@ __device__ __forceinline__ typename Type::Memory* row_of(const StridedTensor& t,
   return static_cast<typename Type::Memory*>(t.data) + (kPacked ? 0 : batch * t.batch) + row * t.row + head * t.head;
 }
 
-// Values on their way out, and whether all so far were finite.
+// Tracks whether all values that are stored are finite.
 template <class Type>
 struct Finite {
   u32 trace = 0;  // 0 * everything; of f32 whether some was not
@@ -23,7 +23,7 @@ struct Finite {
   __device__ __forceinline__ void add(float x) {
     if (kHidesKeys) trace |= !(fabsf(x) < infinity());
   }
-  // Says so where they were not.
+  // Reports values that were not finite.
   __device__ __forceinline__ void report(int* not_finite) const {
     if (kHidesKeys && trace != 0) *not_finite = 1;
   }
@@ -74,8 +74,8 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
 // Stores 32 columns, or the last 16, of the thread's row r (half 0) or r + 8 (half 1), from x[i] on. `out`: the address
 // of the first of these columns; `dims`: how many of them exist. Quads exchange elements so that a thread holds 8
 // adjacent columns, 16 bytes, which are stored at once or by `elements`. Where columns are `permuted`
-// (sm90/forward/values.cuh) it holds them already, and they are stored as streaming data, as L2 is to keep the images of
-// V.
+// (sm90/forward/values.cuh) it holds them already, and they are stored as streaming data, as L2 is to keep the images
+// of V.
 template <class Type, int columns, bool elements, bool permuted = false>
 __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
                                                  int i, int half, float scale, Finite<Type>& finite) {

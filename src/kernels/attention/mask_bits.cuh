@@ -19,7 +19,7 @@ __device__ __forceinline__ void hide_by_bits(float (&S)[count], const u32 (&mask
       if (const int i = 32 * word + bit; i < count) S[i] = mask[word] >> bit & 1 ? S[i] : hidden;
 }
 
-// A word of global memory that no kernel writes meanwhile.
+// Loads a word of global memory that no running kernel writes.
 __device__ __forceinline__ u32 load_mask_word(const u32* at) {
   u32 x;
   asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(x) : "l"(at));

@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_global_lse(const AttentionParams& p, const
   }
 }
 
-// The 16 rows of a warp straight from registers.
+// Stores the 16 rows of a warp from registers.
 __device__ __forceinline__ void store_global_rows(const AttentionParams& p, const Place& place, const Lengths& n,
                                                   int row, const float (&O)[kValueDim / 2], float scale0,
                                                   float scale1, Finite<ElementO>& finite) {

@@ -4,7 +4,7 @@
 #include "device/schedule.cuh"
 
 // The lengths of a sequence whose keys may be in a cache; n.k_start is the row of its first key. The list of its pages
-// counts as rows from there on. A sequence that is another kernel's has no query.
+// counts as rows from there on. A sequence that another kernel computes counts as one without queries.
 __device__ __forceinline__ Lengths lengths_of(const AttentionParams& p, int batch) {
   Lengths n = lengths_of(static_cast<const CallParams&>(p), batch);
   if (kFewQueries > 0 && n.sq <= kFewQueries) n.sq = 0;

@@ -1,9 +1,9 @@
-// Rows that NaN or infinity in V has reached although the mask hides its key from them.
+// Repair of rows that NaN or infinity in V has reached although the mask hides its key from them.
 //
 // P is 0 at a hidden key, but 0 * NaN is NaN, and one product serves 64 rows: what V holds at a key that the mask shows
 // to some of them reaches all. It shows in every row of the product, so that each warp looks at eight of its rows as it
 // stores them. When one is not finite, the warp computes its rows again from the definition, slowly, over the keys that
-// each of them sees; unless no hidden key is to blame.
+// each of them sees, unless V is finite at all hidden keys.
 #pragma once
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
@@ -77,7 +77,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
       o[i] += weight * element_of<ElementV>(v, lane + 32 * i);
       done = done && o[i] != o[i];
     }
-    done = __all_sync(0xffffffff, done);  // NaN all over, and so it stays
+    done = __all_sync(0xffffffff, done);  // all columns are NaN, which further keys do not change
   }
   ElementO::Memory* out = output_row(p, place, n, row);
   const float scale =

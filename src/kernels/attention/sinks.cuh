@@ -1,5 +1,5 @@
 // An attention sink is a score of a head, in the units of LSE, that joins the softmax of each of its rows as one more
-// key without a value. It joins when all keys of a row are in: splits of a row do not know of it.
+// key without a value. It joins after all keys of a row: splits of a row are computed without it.
 #pragma once
 #include "device/elements.cuh"
 #include "host_device/attention_params.h"

@@ -137,14 +137,14 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
   rows.sum[1] += sum1;
 }
 
-// Where O is not being added to.
+// The same where no product is adding to O.
 template <bool first>
 __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
                                              float (&O)[kValueDim / 2], Rows& rows, float c) {
   softmax_step<first>(S, P, O, rows, c, [] {});
 }
 
-// What multiplies a row of O at the end: 0 for a row without keys.
+// The factor of a row of O at the end: 1 / sum, or 0 for a row without keys.
 __device__ __forceinline__ float normalizer(float sum) { return sum == 0 ? 0 : reciprocal_fast(sum); }
 
 // A row without keys has sum 0 and gets log(0) = -inf.
