@@ -198,7 +198,7 @@ TEST_P(OneCall, WithABias) {
   }
 }
 
-// Those that the GPU's kernel of few rows computes, in each of its ways.
+// Calls of few rows, which the decode kernel computes on GPUs, with various masks and caches.
 TEST_P(OneCall, OfFewRows) {
   const Mask masks[] = {causal(), full(), window(20, 0), chunked(40, causal())};
   const CacheShape shapes[] = {{Order::kNhd, Index::kTable, 16},
@@ -243,7 +243,7 @@ TEST_P(OneCall, OfFewRows) {
   EXPECT_GE(3 * fused_, decoded_);
 }
 
-// Of a call that fails nothing is written, also where attention alone would refuse it.
+// A call that fails writes nothing, also if only its attention is rejected.
 TEST_P(OneCall, WritesNothingWhereItFails) {
   AppendCase c = append_cases()[0];
   c.shape = {Order::kNhd, Index::kTable, 4, true};

@@ -238,7 +238,7 @@ TEST_P(DenseBias, ThatHidesAllKeys) {
   }
 }
 
-// Of rows after those that see keys a bias hides all tiles, one after the other.
+// A bias hides all keys from the last rows, so that all of their tiles are skipped.
 TEST_P(DenseBias, ThatHidesTheLastRows) {
   for (const bool of_keys : {false, true}) {
     Case c{.dtype = DType::kBF16, .batch = 1, .sq = 130, .sk = 190};

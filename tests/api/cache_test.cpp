@@ -93,7 +93,7 @@ std::vector<Case> serving_cases() {
   return all;
 }
 
-// Of them what decides paths: rows to decode or not, packed or not, odd ones.
+// The serving cases that take different paths: decoded or not, packed or not, odd sizes.
 std::vector<Case> some_serving_cases() {
   const std::vector<Case> all = serving_cases();
   return {all[0], all[3], all[5], all.back()};
@@ -250,7 +250,8 @@ struct WildNumber {
   Number wild, right;
 };
 
-// Of a cache whose sequences may have `room` rows, and whose entry `zeros` is of zeros alone.
+// Wild numbers of a cache whose sequences have at most `room` rows, and whose entry `zeros` has
+// zeros.
 std::vector<WildNumber> wild_numbers(const Cached& cached, double room, double zeros) {
   const ForwardTensors& t = cached.forward;
   std::vector<WildNumber> all;

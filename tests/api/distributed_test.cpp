@@ -162,7 +162,7 @@ struct Problem {
   std::function<void(Workload&)> add = [](auto&) {};  // expressions
 };
 
-/// Whose rows a tensor has, or that all ranks have it whole.
+/// What the rows of a tensor belong to: queries, keys, or neither; then all ranks have it whole.
 enum class Of { kQueries, kKeys, kAll };
 
 struct Output {
@@ -512,7 +512,7 @@ TEST(Distributed, InvariantToRanks) {
     w.run();
     std::vector<Bytes> want;
     for (const Output& x : s.outputs()) {
-      // Of packed tensors the rows of sequences.
+      // Only the rows of sequences are compared: packed tensors have others.
       want.push_back(bits(take(x.tensor, x.dim, s.rows(x, 1, 0)).tensor));
     }
     const size_t exact = want.size() - (w.backward.tensors.empty() ? 0 : 1);
@@ -932,7 +932,7 @@ struct Pages {
   }
 };
 
-/// Of 16-bit floats alone where GPUs compute them.
+/// Decode calls over a distributed cache; on GPUs with 16-bit floats only.
 std::vector<Case> decoding_cases() {
   const Case base{.dtype = DType::kBF16,
                   .batch = 3,
@@ -1454,7 +1454,8 @@ class DistributedOnGpus : public testing::Test {
                       }).result(0);
     ASSERT_TRUE(put(s, 1, 0, all));
   }
-  /// Those that GPUs compute, whose kernels take seconds to compile: every second one, by the day.
+  /// Every second one of the problems that GPUs compute, by the day: their kernels take seconds to
+  /// compile.
   static std::vector<Problem> problems() {
     std::vector<Problem> all, some;
     for (Problem& problem : test::problems()) {
@@ -1506,7 +1507,7 @@ TEST_F(DistributedOnGpus, OfFewRows) {
   }
 }
 
-// Of a part of the batch, heads, queries and keys of the whole call.
+// A rank computes expressions with the batch, head, query and key of the whole call.
 TEST_F(DistributedOnGpus, Expressions) {
   Problem problem{{.dtype = DType::kBF16,
                    .batch = 2,

@@ -384,8 +384,8 @@ TEST_P(CodedCalls, ManyKeysOfADriftingMeanAddUp) {
   }
 }
 
-// Of wide heads the softmax of a tile runs while the values of the one before are multiplied: of
-// even and odd counts of tiles, and where the maximum moves meanwhile.
+// With wide heads the softmax of a tile runs during P V of the tile before: with
+// even and odd numbers of tiles, and with a maximum that rises from tile to tile.
 TEST_P(CodedCalls, TilesOfWideHeadsFollowEachOther) {
   c_.batch = 1;
   c_.hq = c_.hk = 1;

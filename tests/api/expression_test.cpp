@@ -51,7 +51,7 @@ struct BoundTensors {
     write(t, values);
     known.push_back({{name, dtype, t.rank}, shape, values});
   }
-  /// Those that an expression indexes.
+  /// The tensors that some expressions index.
   std::vector<TensorBinding> of(std::initializer_list<Expr> expressions) const {
     const auto graph = expression::make_graph(std::span(expressions.begin(), expressions.size()));
     std::vector<TensorBinding> all;
@@ -140,7 +140,7 @@ TEST_P(Expressions, EveryOption) {
   for (size_t i = 0; i < 36; ++i) compute_case(i, test_seed());
 }
 
-// Of these some, for engines that take long.
+// Some of these cases, for engines that take long.
 TEST_P(Expressions, SomeOptions) {
   const uint64_t seed = test_seed();
   for (size_t i = 0; i < 3; ++i) compute_case((seed * 7 + i * 11) % 36, seed);

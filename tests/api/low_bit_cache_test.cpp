@@ -663,14 +663,14 @@ TEST_P(LowBitCaches, WhatIsNoNumberStaysAtItsKeys) {
       call.set_k({.format = DType::kInt8, .kind = ScaleKind::kHeads});
       const bool inside = scaled_inside(format);
       call.set_v({.format = format, .kind = inside ? ScaleKind::kNone : ScaleKind::kRows});
-      // Of the last key but one, which the last two queries alone see.
+      // A code or scale of the last key but one, which only the last two queries see.
       const int64_t key = c.sk - 2;
       std::vector<double> v = read(call.w.forward.v);
       if (code) {
         static_cast<uint8_t*>(call.call.v.data)[key * c.dv + 3] = 0x7f;
         v[static_cast<size_t>(key * c.dv + 3)] = kNan;
       } else {
-        // Of its second block, in halves of words, where scales are in blocks.
+        // Formats with blocks: the scale of the key's second block, in units of 16 bits.
         const int64_t row = inside ? bytes_of(format, c.dv) / 2 : 1;
         const int64_t at = key * row + (inside ? row / (c.dv / 32) : 0);
         void* const scales = inside ? call.call.v.data : call.call.v_descale.data;
@@ -741,7 +741,7 @@ struct AppendedCodes {
     buffers.push_back(std::move(b));
     return buffers.back().t;
   }
-  /// Those of a copy lie in memory of its own.
+  /// A copy, whose tensors lie in memory of its own.
   AppendedCodes copy() const {
     AppendedCodes c = *this;
     const auto move = [&](Tensor& t) {

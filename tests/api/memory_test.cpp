@@ -365,7 +365,8 @@ TEST_P(Memory, NothingToDoTakesNoTime) {
   run_backward(empty, empty, empty_lse, empty, empty, {}, {});
 }
 
-// Of many keys, only those that a window shows are walked over, in blocks and in parts.
+// Time and memory depend on the keys that a window shows, not on all keys: for rows in blocks and
+// for splits.
 TEST_P(Memory, HiddenKeysTakeNoTime) {
   if (engine() == "reference") GTEST_SKIP() << "it would copy all keys";
   if (device_of(engine()).type != DeviceType::kCpu)

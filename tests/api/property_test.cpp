@@ -152,7 +152,7 @@ TEST_P(Property, WindowWiderThanTheSequenceIsFull) {
   }
 }
 
-// Of as many queries as keys both alignments are one mask; of others a top-left band is a
+// With as many queries as keys both alignments are the same mask; else a top-left band is a
 // bottom-right one that is shifted.
 TEST_P(Property, TopLeftIsAShiftedBand) {
   struct Masks {

@@ -544,7 +544,7 @@ TEST_P(QuantizedAttention, ScalesMayBeAnything) {
       c.mask = causal();
       Workload w(c, 1);
       Coded v = Coded::of(w.forward.v, DType::kInt8, ScaleKind::kRows, false, DType::kF32, 64);
-      // Of the last key, which the last query alone sees.
+      // The scale of the last key, which only the last query sees.
       store(v.scale.t.data, DType::kF32, 69, scale);
       write(w.forward.v, v.numbers());
       w.seal();

@@ -335,7 +335,7 @@ struct Batch {
     write(slice(k, key, s.sk), s.k);
     write(slice(v, key, s.sk), s.v);
   }
-  // Its results, lse apart.
+  // The results of a sample, without LSE.
   std::vector<Bits> read_sample(const Sample& s, int64_t row, int64_t key) const {
     return {bits(slice(out, row, s.sq)), bits(slice(dq, row, s.sq)), bits(slice(dk, key, s.sk)),
             bits(slice(dv, key, s.sk))};

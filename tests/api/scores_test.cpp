@@ -191,8 +191,8 @@ TEST_P(ScoresOf, OfChosenRows) {
   }
 }
 
-// Of a cache of pages, or of rows that an index names and that begin with padding: as of the rows
-// side by side. Queries may be packed where keys are not.
+// Scores over a cache of pages, or of rows that an index names and that begin with padding, are
+// those of the rows side by side. Queries may be packed where keys are not.
 TEST_P(ScoresOf, OfACache) {
   for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
     Case c{.dtype = DType::kBF16, .batch = 3, .sq = 4, .sk = 100, .hq = 4, .hk = 2};

@@ -48,7 +48,7 @@ std::optional<Expectation> expected(const Args& args, const Options& options = o
                      details.get<bool>("estimate_is_minimum")};
 }
 
-/// Of a whole call, whatever binds.
+/// The expected time of a whole call, whether memory or computing limits it.
 template <class Args>
 double microseconds_of(const Args& args) {
   const auto e = expected(args);

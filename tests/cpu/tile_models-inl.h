@@ -152,7 +152,7 @@ bool is_tile_model(int64_t rows, int64_t columns, const uint16_t* A, const uint1
   return std::memcmp(by_model, by_tiles, sizeof by_model) == 0;
 }
 
-/// Of 16 pairs each.
+/// Whether the model gives the bits of the instruction for 16 pairs of A and of B.
 bool is_dot_model(const uint16_t* A, const uint16_t* B, const float* C) {
   const __m512i a = _mm512_loadu_si512(A), b = _mm512_loadu_si512(B);
   const __m512 by_model = DotModel::add(_mm512_loadu_ps(C), a, b);

@@ -278,8 +278,9 @@ TEST_P(Paths, KernelsOnTheModelFollowTheReference) {
   }
 }
 
-// Of whole tiles a bias is added as the scores become P.
-// What hides keys comes late, in rows that have seen some: before, scores are finished in memory.
+// In whole tiles a bias is added as the scores become P, unless it may hide keys from rows that
+// have not seen any: their scores are finished in memory before. Here the keys are hidden late, in
+// rows that have seen some.
 TEST_P(Paths, BiasesOfWholeTiles) {
   constexpr double kInf = std::numeric_limits<double>::infinity();
   for (const Bias bias :

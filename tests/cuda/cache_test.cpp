@@ -444,7 +444,7 @@ TEST_F(TuningCache, WritersAtOnceLeaveOneWhole) {
     ASSERT_GE(child, 0);
     if (child == 0) {
       Tunings tunings(folder());
-      // Of different lengths: a mixture would be seen.
+      // Each process keeps lists of another length, so that a mixture of two would show.
       for (int n = 0; n < 20; ++n)
         tunings.keep(kKey, std::vector(i, MeasuredTile{{"c", i, 64}, 1.0 * i}));
       _exit(0);

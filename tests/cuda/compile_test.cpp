@@ -652,7 +652,7 @@ class FoundBefore {
   }
   bool given() const { return file_.is_open(); }
 
-  /// Of a kernel that compile() makes where no run has.
+  /// The log of a kernel: what an earlier run has found, or else that of compile().
   template <class Compile>
   Cubin get(const std::string& key, const Wanted& kernel, const Compile& compile) {
     if (const auto found = logs_.find(key); found != logs_.end()) return {"", found->second};
@@ -769,7 +769,7 @@ std::vector<Wanted> portable_kernels(const std::vector<Problem>& problems, const
   return kernels;
 }
 
-// Nor does a portable one on any card: every tile that a plan may have, with every option.
+// No portable kernel spills on any card: every tile that a plan may have, with every option.
 TEST_F(Compile, EveryPortablePlanIsClean) {
   std::vector<Problem> all = problems();
   const std::vector<Problem> caches = decode_problems();
@@ -826,7 +826,7 @@ TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
   expect_clean(portable_kernels(all, tiles), 10, kFewSpilledBytes);
 }
 
-// Nor those of the papers' older algorithms.
+// No kernel of the papers' older algorithms spills.
 TEST_F(Compile, KernelsOfThePapersAreClean) {
   std::vector<Problem> all;
   for (const DType dtype : {DType::kBF16, DType::kF16}) {
@@ -943,7 +943,8 @@ TEST_F(Compile, KernelsOfCodesAreClean) {
                kFewSpilledBytesOfHeads);
 }
 
-// Of append, merge and the like, on every device that runs them, and as PTX.
+// No kernel without tiles (append, merge and others) spills, on every device that runs it, or has
+// warnings as PTX.
 TEST_F(Compile, KernelsOfNoTileAreClean) {
   constexpr size_t kSample = 20;
   constexpr std::array kTargets = {"sm_80",  "sm_86",  "sm_89",     "sm_90a",

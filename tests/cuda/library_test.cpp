@@ -133,7 +133,7 @@ TEST_F(Libraries, ToolkitPlacesInOrder) {
     EXPECT_EQ(std::count(all.begin(), all.end(), one), 1);
 }
 
-// Of the folders above this library only those of Python packages hold what was installed with it.
+// Among the folders above this library, NVRTC is looked for only in those of Python packages.
 TEST_F(Libraries, OtherFoldersAboveAreNoPlaces) {
   const fs::path stray = make("nvidia/cuda_nvrtc/lib"), lower = make("a/nvidia/cu13/lib");
   const fs::path debian = make("a/dist-packages/nvidia/cu13/lib");

@@ -68,7 +68,7 @@ void bulk_wait(Context& c, const Instruction& i) {
 
 namespace {
 
-/// Of a CUtensorMapDataType: UINT8, FLOAT32, or one of 16 bits.
+/// Bytes of an element of a tensor map by its CUtensorMapDataType.
 uint32_t element_bytes(const fulgur::test::FakeMap& map) {
   return map.type == 0 ? 1 : map.type == 5 ? 8 : map.type == 7 ? 4 : 2;
 }

@@ -112,7 +112,7 @@ Traffic flash2_backward(const Counted::Pass& pass) {
   });
 }
 
-/// Of all scores: S and O, or S, dP, dQ, dK and dV.
+/// Multiply-adds of all scores in the products S and O, or S, dP, dQ, dK and dV.
 constexpr uint64_t kForwardProducts = kScores * 2 * kDim, kBackwardProducts = kScores * 5 * kDim;
 
 // S and P make a round trip to memory each. Tiles of 128 rows and columns load what they multiply,

@@ -38,7 +38,7 @@ struct Index {
   unsigned x, y, z;
 };
 
-/// Of the thread that runs.
+/// The indices and sizes that the running thread sees.
 struct Place {
   Index thread, block, threads, blocks;
 };
@@ -130,7 +130,7 @@ T __shfl_down_sync(unsigned mask, T x, int distance) {
 inline unsigned __ballot_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote); }
 inline bool __any_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) != 0; }
 inline bool __all_sync(unsigned mask, bool vote) { return emulator::ballot(mask, vote) == mask; }
-/// Of whole warps.
+/// A reduction over a whole warp.
 template <class T, class Join>
 T reduced_(unsigned mask, T x, const Join& join) {
   for (int step = 1; step < 32; step *= 2) x = join(x, __shfl_xor_sync(mask, x, step));

@@ -82,7 +82,7 @@ int nvrtcCreateProgram(Program** program, const char* text, const char* name, in
 
 int nvrtcCompileProgram(Program* program, int count, const char* const* options) {
   const fs::path log = program->folder / "log", image = program->folder / "image.so";
-  // Its accesses to memory call the emulator, which sees races.
+  // With -fsanitize=thread accesses to memory call functions of the emulator, which finds races.
   const std::string command = EMULATOR_COMPILER
                               " -x c++ -std=c++20 -O1 -w -fPIC -fsanitize=thread -shared -nostdlib"
                               " --param tsan-instrument-func-entry-exit=0 -ffp-contract=off "

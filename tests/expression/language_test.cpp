@@ -290,7 +290,7 @@ TEST(Bounds, AreTakenFromConjunctions) {
     EXPECT_EQ(take_bounds(parse_expression(one.mask), one.diagonals, &band).text(), one.rest);
     EXPECT_EQ(band, one.band);
   }
-  // Of what the mask has before the nearer bound stays, and chunks do.
+  // Of two bounds the nearer one stays; chunks stay.
   Mask band = chunked(64, window(10, 3));
   take_bounds(parse_expression("abs(delta) <= 5"), kDelta, &band);
   EXPECT_EQ(band, chunked(64, window(5, 3)));

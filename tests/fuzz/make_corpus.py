@@ -156,8 +156,8 @@ def c_api_seeds():
         "<26i", 0, 3, 6, 0, 5, 10, 5, 5, 1, 3, 2, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 3, 0, 2, 2
     )
     yield "leftpad", call(how=LEFT_PADDED) + b"\x3c"
-    # Of 3 new rows: with flag 8 cos and sin, of f32 with 2, and queries but with 16, in place with
-    # 128; LEFT_PADDED stands for rotary_seqlens.
+    # Calls with 3 new rows. Flags: 8 adds cos and sin, 2 makes them f32, 16 leaves out queries, 128 rotates these in
+    # place; LEFT_PADDED stands for rotary_seqlens.
     for name, cache in [("plain", 0), ("table", TABLE), ("lists", LISTS), ("rows", ROWS)]:
         for dtype, dtype_name in enumerate(["f32", "f16", "bf16", "f64"]):
             yield f"append_{name}_{dtype_name}", call(

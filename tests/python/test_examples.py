@@ -77,7 +77,7 @@ def test_bench_of_ranks(tmp_path):
     done = run(ROOT / "bench/distributed.py", "--device", "cpu", "--ranks", "1,2", *shape, *ways, "--json", to)
     assert done.returncode == 0, done.stderr
     rows = json.loads(to.read_text())["rows"]
-    # Those that say most come first.
+    # The most informative ways come first.
     ways = ["one", "gather", "one", "gather", "heads", "heads", "ring", "ring"]
     assert [(row["ranks"], row["way"]) for row in rows] == [(1 if way == "one" else 2, way) for way in ways]
     for row in rows:

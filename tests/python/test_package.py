@@ -153,7 +153,7 @@ def functions_of(body, owner):
             yield node, getattr(owner, node.name)
 
 
-# Those of each module, and of its classes.
+# The functions and methods in the stubs of each module.
 STUBS = {
     "fulgur": {*FUNCTIONS, *_expressions.FUNCTIONS, "astype", "run", "dequantize", "explain", "details", "workspace"},
     "fulgur.torch": {"append", "append_attention", "attention", "enable_flex", "flex_attention", "scores"},

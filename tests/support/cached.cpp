@@ -182,7 +182,7 @@ void Cached::write_keys(const Tensor& to, const std::vector<double>& from, int64
   }
 }
 
-// Of pages only those that hold keys; the ids of the others are poison.
+// Writes the ids of pages that hold keys; the other ids are poison.
 void Cached::write_index() {
   const auto put = [](const Tensor& t, int64_t at, int64_t id) {
     store(t.data, DType::kI32, at, static_cast<double>(id));

@@ -33,7 +33,7 @@ std::vector<CacheShape> cache_shapes();
 
 class Cached {
  public:
-  /// Of the keys that exist in `w`, which computes what the cache is to give.
+  /// A cache of the keys that exist in `w`, which computes the expected results.
   Cached(const Workload& w, const CacheShape& shape, uint64_t seed);
   Cached(const Cached&) = delete;
   Cached& operator=(const Cached&) = delete;
@@ -47,7 +47,7 @@ class Cached {
 
   CacheShape shape;
   ForwardTensors forward;
-  /// Of each sequence, the entries of the cache that hold it, pages or one row of the batch.
+  /// The entries of the cache that hold each sequence: pages, or one row of the batch.
   std::vector<std::vector<int64_t>> entries;
 
  private:

@@ -22,7 +22,8 @@ enum class Layout {
 
 enum class Alibi { kNone, kHeads, kBatchHeads };
 
-/// Of the words: a token and its ancestors in a random tree, or random bits. Forward alone.
+/// The words of a tree mask: a token and its ancestors in a random tree, or random bits. Forward
+/// only.
 enum class Tree { kNone, kAncestors, kRandom };
 
 /// Of every dimension or of some: what of (batch, hq, sq, sk) it has. Some of its numbers are -inf,

@@ -89,7 +89,7 @@ struct Buffer {
 struct Coded {
   Buffer codes, scale, zero_point;
 
-  /// Of (batch, rows, heads, dim) or packed (rows, heads, dim) numbers.
+  /// Codes of (batch, rows, heads, dim) or packed (rows, heads, dim) numbers.
   static Coded of(const ConstTensor& x, DType format, ScaleKind kind, bool zero, DType scale_dtype,
                   int64_t group) {
     std::vector<int64_t> shape(x.shape.begin(), x.shape.begin() + x.rank), scales;

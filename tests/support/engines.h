@@ -31,7 +31,7 @@ inline std::vector<EngineInfo> engines_here() {
   }
 }
 
-/// Those that compute tensors in the CPU's memory.
+/// The engines that compute tensors in the CPU's memory.
 inline std::vector<EngineInfo> cpu_memory_engines() {
   std::vector<EngineInfo> all = engines_here();
   std::erase_if(all, [](const EngineInfo& info) { return info.name == "cuda"; });

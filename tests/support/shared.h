@@ -17,7 +17,7 @@ class Shared {
 
   /// NaN in these keys where they are not read: those of all sequences but the first of a group.
   void poison();
-  /// Those of its plan.
+  /// The details of the plan of the call.
   Details details(const Options& options) const;
 
   ForwardTensors forward;

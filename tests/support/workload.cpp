@@ -23,7 +23,7 @@ std::vector<Rows> packed_lengths(const Case& c) {
           {0, 0, (c.sq + 1) / 2, (c.sk + 2) / 3}};
 }
 
-// Of the queries of a sequence: some, few, none or all of them.
+// The number of used queries of a sequence: some, few, none or all of them.
 int64_t used_queries(int64_t sq, size_t which) {
   const int64_t used[] = {sq - (sq + 1) / 3, sq / 4, 0, sq};
   return used[which];
@@ -334,7 +334,8 @@ void Workload::poison_missing_rows() {
   if (c.dlse) poison_unused_dlse();
 }
 
-// Of rows whose LSE is -inf: those that see no key, and have no sink, or belong to no sequence.
+// Poisons dlse of rows whose LSE is -inf: they see no key and have no sink, or belong to no
+// sequence.
 void Workload::poison_unused_dlse() {
   const std::vector<double> random = read(backward.dlse);
   std::vector<double> dlse(random.size(), std::numeric_limits<double>::quiet_NaN());

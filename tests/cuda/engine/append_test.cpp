@@ -209,7 +209,8 @@ TEST_F(OnFakeGpu, AppendOfNothingLaunchesNothing) {
   EXPECT_TRUE(state_->launches.empty());
 }
 
-// Its two kernels must be there before a capture, or nothing becomes part of it.
+// The two kernels of append must be loaded before a capture: otherwise the call fails and captures
+// nothing.
 TEST_F(OnFakeGpu, CapturedAppendsOfHostLengthsHaveTheMemoryOfTheirGraph) {
   const fulgur::Run run{.stream = reinterpret_cast<void*>(0x1230)};
   append(append_args(DType::kF16), {}, run);

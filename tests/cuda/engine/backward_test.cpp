@@ -181,8 +181,8 @@ TEST_F(OldGraphs, KernelsStartOneAfterAnother) {
 }
 
 // Cut key blocks pass partial dK and dV on in the workspace, within one launch.
-// Of short calls the map of tiles is made by CTAs of the kernel that prepares rows, before its
-// others; of long ones by kernels of its own before that.
+// The map of tiles of a short call is made by the first CTAs of the kernel that prepares rows;
+// that of a long call by kernels of its own before that.
 TEST_F(OnFakeGpu, MapsOfShortCallsAreMadeWhileRowsArePrepared) {
   const auto launched = [&](int64_t s, bool deterministic) {
     BackwardCall call = backward_call({.batch = 1, .sq = s, .sk = s, .hq = 2, .hk = 2},

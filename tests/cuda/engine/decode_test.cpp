@@ -85,8 +85,8 @@ TEST_F(OnFakeGpu, DecodeCopiesACacheOfOddRows) {
   }
 }
 
-// Of an invariant call whose sequences may have few rows and many, the forward kernel has some and
-// the decode kernel the others, in one workspace.
+// In an invariant call whose sequences may have few rows or many, the forward kernel computes some
+// sequences and the decode kernel the others, in one workspace.
 TEST_F(OnFakeGpu, SequencesOfFewAndOfManyRowsTakeTwoKernels) {
   const ForwardCall call =
       forward_call({.sq = 300, .sk = 9000, .hq = 8, .packed = true, .invariant = true});

@@ -21,7 +21,8 @@ namespace {
 
 using Names = std::set<std::string>;
 
-/// Those in the tables of the section, in the table of `call` after "call.".
+/// The names in the tables of the section of the contract; those in the table of `call` begin with
+/// "call.".
 Names documented() {
   std::ifstream file(FULGUR_DOCS "/contract.md");
   const std::regex name("`(\\w+)`");

@@ -107,7 +107,7 @@ TEST_F(OnFakeGpu, PackedLaunchesThePaddingToo) {
   EXPECT_EQ(status_of([&] { plan.tiles(); }), Status::kUnsupported);  // lengths are on the device
 }
 
-// Of prefill and of decoding, in as many CTAs as fill the device.
+// With seqused_q, prefill and decoding also launch the padding, in as many CTAs as fill the device.
 TEST_F(OnFakeGpu, UsedQueriesLaunchThePaddingToo) {
   for (const int64_t sq : {1, 1024}) {
     SCOPED_TRACE(sq);
@@ -324,7 +324,7 @@ TEST_F(OnFakeGpu, CodesOfVAreWidenedFirst) {
   EXPECT_EQ(p.v_descale.head, 1);
 }
 
-// Their V is centred where it lies, whatever its strides: TMA does not read it.
+// V of fast_codes is centred from where it lies, whatever its strides: TMA does not read it.
 TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   ForwardCall call = forward_call({.dtype = DType::kE4M3, .sk = 7000, .fast_codes = true});
   const Plan plan = fulgur::plan(call.args, call.options);
@@ -388,7 +388,7 @@ TEST_F(OnFakeGpu, MasksByExpressionsAreMappedFirst) {
   EXPECT_EQ(params<TileMapParams>(1).shape.heads_of_map, 4);
 }
 
-// Of short calls one kernel makes the map, whose CTAs have four blocks of rows each.
+// One kernel makes the map of tiles of a short call; each of its CTAs computes four blocks of rows.
 TEST_F(OnFakeGpu, MapsOfShortCallsAreFused) {
   ForwardCall call = forward_call({.sq = 1000, .sk = 3000, .hq = 8, .hk = 2, .d = 64});
   call.options.mask_mod = parse_expression("q + b >= k");

@@ -53,7 +53,7 @@ class Tune : public OnFakeGpu {
     if (state_->launches.at(launch).kernel == std::string("fulgur_decode")) return {};
     return {(state_->launches.at(launch).block / 128 - 1) * 64, k_map(launch).box[1]};
   }
-  /// Of the kernel that a plan launches.
+  /// The tile of the kernel that a plan launches.
   Tile launched(const ForwardShape& shape) {
     const ForwardCall call = forward_call(shape);
     fulgur::forward(placed(call.args, kBase), call.options);

@@ -112,7 +112,7 @@ class Call {
     forward(args, {.mask = mask, .max_seqlen_q = 11}, run);
   }
 
-  /// Of what outputs hold, the caches.
+  /// The bytes of the caches, among those of all outputs.
   std::vector<std::byte> caches(std::vector<std::byte> outputs) const {
     outputs.resize(static_cast<size_t>((t_.k_cache.numel() + t_.v_cache.numel()) * 2));
     return outputs;
@@ -261,8 +261,8 @@ TEST_F(AppendOnGpu, PlacesOfTwoTokens) {
   }
 }
 
-// Nor by a call that attends what it appends, which reads no key but of a place: by the kernel that
-// attends where a mask hides no key after the queries, else before it.
+// Rows without a place in the cache are not written by calls that also attend, and not read: by the
+// kernel that attends where a mask hides no key after the queries, else before it.
 TEST_F(AppendOnGpu, WhatHasNoPlaceIsNotWrittenByCallsThatAttend) {
   for (const Index index : {Index::kTable, Index::kLists, Index::kBatch}) {
     for (const Mask& mask : {causal(), window(3, 0)}) {

@@ -231,7 +231,7 @@ TEST_F(Graphs, LengthsSlopesAndSinksChangeBetweenReplays) {
   }
 }
 
-// Those that lie on the host are as they were captured.
+// Lengths that lie on the host stay as they were captured.
 TEST_F(Graphs, NumbersOfTheHostStay) {
   const Stream stream;
   Workload w({.dtype = DType::kBF16,
@@ -273,7 +273,7 @@ TEST_F(Graphs, NumbersOfTheHostStay) {
   }
 }
 
-// Those of append, too, whatever other launches on their stream store.
+// The host's lengths of append stay, too, whatever other launches on their stream store.
 TEST_F(Graphs, LengthsOfTheHostStayInAppends) {
   const Stream stream;
   const AppendCase c{.c = {.dtype = DType::kBF16,
@@ -475,7 +475,7 @@ TEST_F(Graphs, CodesAreAppendedAndAttended) {
   }
 }
 
-// And so with the words of a tree mask.
+// Replays read the words of a tree mask that are on the device by then.
 TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
   const Stream stream;
   Workload w({.dtype = DType::kBF16,
@@ -504,7 +504,8 @@ TEST_F(Graphs, TreeMasksChangeBetweenReplays) {
   }
 }
 
-// And so with the tensors that expressions index, by whose values tiles are skipped in both passes.
+// Replays read the tensors of expressions that are on the device by then; their values decide which
+// tiles are skipped.
 TEST_F(Graphs, TensorsOfExpressionsChangeBetweenReplays) {
   using namespace symbols;  // NOLINT(google-build-using-namespace)
   constexpr int64_t kTokens = 700;

@@ -19,7 +19,7 @@ struct Wild {
   std::vector<double> cu_q, cu_k, used_q, used_k;
 };
 
-// Of 4 sequences of at most 150 and 200 rows in tensors of 300 and 400.
+// Lengths of 4 sequences of at most 150 queries and 200 keys, in tensors of 300 and 400 rows.
 const Wild kRight{
     {0, 80, 80, 200, 300}, {0, 100, 200, 300, 400}, {70, 0, 30, 65}, {50, 100, 0, 100}};
 

@@ -302,8 +302,8 @@ TEST_F(Sanitize, FewRowsOfTheWidestHeads) {
                        .sinks = true}));
   }
 }
-// Of an invariant call, sequences of few rows with keys in splits, of rows that are copied, with
-// one that is another kernel's.
+// An invariant call with sequences of few rows, whose keys are split, and with rows that are
+// copied; another kernel computes one of the sequences.
 TEST_F(Sanitize, InvariantCallsOfFewAndMany) {
   for (const int64_t d : {64, 36}) {
     Workload w({.dtype = kBf16,

@@ -405,7 +405,7 @@ TEST(BackwardPlan, LastBlocksAreCut) {
   EXPECT_EQ(cut(of(64, 256, 16, 16)), 0);
   EXPECT_EQ(cut(of(4, 4096, 64, 8)), 0);
   EXPECT_EQ(cut(of(1, 131072, 3, 3)), 0);
-  // Or if the workspace has no room for their partial dK and dV.
+  // Blocks are not cut either if the workspace has no room for their partial dK and dV.
   ForwardShape shape = of(4, 4096, 16, 16);
   const BackwardPlan roomy = plans(backward_problem(shape)).at(0);
   shape.max_workspace = workspace_of(backward_problem(shape), roomy).end - 1;
@@ -448,7 +448,7 @@ TEST(BackwardPlan, SinksHaveAKernel) {
   const auto more = without(kernels({.d = 64, .sinks = true}, true), plain);
   ASSERT_EQ(more.size(), 1u);
   EXPECT_TRUE(more.begin()->starts_with("backward/sinks.cu"));
-  // Its text depends on how rows lie, and on nothing else.
+  // The text of the kernel of sinks depends on the layout of rows, and on nothing else.
   const auto f16 = kernels({.dtype = DType::kF16, .d = 64}, false);
   EXPECT_EQ(without(kernels({.dtype = DType::kF16, .d = 64, .sinks = true}, true), f16), more);
   EXPECT_NE(without(kernels({.d = 64, .packed = true, .sinks = true}, true), packed), more);

@@ -151,8 +151,8 @@ TEST(DecodePlan, FitsTheMachine) {
   }
 }
 
-// Of many keys a CTA reads up to eight heads together, where these lie side by side with their
-// scales, and are no whole lines of memory.
+// With many keys a CTA reads up to eight heads together, if these lie side by side with their
+// scales and a row of one head is not a whole number of lines of memory.
 TEST(DecodePlan, HeadsOfCodesComeTogether) {
   struct Call {
     DType codes = DType::kInt4;
@@ -254,7 +254,8 @@ TEST(DecodePlan, CodesComeInBoxes) {
   EXPECT_EQ(boxed(DType::kInt8, 128, 1), boxed(DType::kInt8, 128, 8));
 }
 
-// Of the tiles of many rows there is room for as many buffers as keep K and V on their way.
+// Shared memory has room for enough stages of tiles of many rows to keep loads of K and V in
+// flight.
 TEST(DecodePlan, ManyRowsHaveSixBuffers) {
   const auto buffers = [](int64_t d) {
     const DecodePlan plan = plan_of({.sq = 16, .hq = 8, .hk = 1, .d = d, .dv = d});
@@ -658,7 +659,7 @@ TEST(Slices, SplitsToFillAreNoMoreThanCtas) {
   }
 }
 
-// Of few long splits none is much shorter than the others.
+// If there are few long splits, none of them is much shorter than the others.
 TEST(Slices, SplitsToFillAreEven) {
   const auto splits = [](int chunks, int max_chunks) {
     const kernels::Splits p = kernels::fill_splits(chunks, max_chunks);
@@ -867,7 +868,7 @@ TEST(DecodePlan, Rejects) {
             std::string::npos);
 }
 
-// Its splits of q blocks leave more than the forward kernel wants.
+// The decode kernel's splits need a larger workspace than the forward kernel.
 TEST(DecodePlan, GivesWayWhereItsWorkspaceDoesNotFit) {
   test::ForwardShape shape{.batch = 8, .sq = 1, .sk = 65536, .hq = 32, .hk = 8};
   const Problem p = forward_problem(shape);

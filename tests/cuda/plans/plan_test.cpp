@@ -328,7 +328,8 @@ TEST(Sm90Plan, TakesTheMeasuredTiles) {
   }
 }
 
-// And with score_mod, where there are blocks for all SMs.
+// Tiles of calls with expressions are those measured, with score_mod if there are blocks for all
+// SMs.
 TEST(Sm90Plan, TakesTheMeasuredTilesOfExpressions) {
   const auto tile = [](int64_t s, int64_t batch, const char* score_mod, const char* mask_mod) {
     test::ForwardCall call = test::forward_call(
@@ -389,7 +390,8 @@ TEST(Sm90Plan, BoundsThatBindNothingAreNone) {
   EXPECT_TRUE(plan_of(forward_problem({.sq = 2, .mask = causal()})).has_right);
   EXPECT_FALSE(plan_of(forward_problem({.mask = window(1023, -1)})).has_left);
   EXPECT_TRUE(plan_of(forward_problem({.mask = window(1022, -1)})).has_left);
-  // Of 1024 keys. Chunks have both bounds, those of the window around one.
+  // There are 1024 keys. A chunk implies both bounds: those of the window, or of the chunk where
+  // these are nearer.
   const auto chunks = [](int64_t chunk, const Mask& of, int64_t sq) {
     const ForwardPlan plan = plan_of(forward_problem({.sq = sq, .mask = chunked(chunk, of)}));
     EXPECT_TRUE(!plan.has_chunk || (plan.has_left && plan.has_right));
@@ -517,7 +519,8 @@ TEST(Sm90Model, IsSane) {
   // Too few tiles for the machine take as long as one.
   EXPECT_NEAR(predicted_cycles({100, 100, 100}, 10, 10, 1, 132), 100, 1e-9);
   EXPECT_NEAR(predicted_cycles({100, 100, 100}, 133, 133, 1, 132), 200, 1e-9);
-  // Of unequal ones the longest binds, or what all of them take and half of the shortest.
+  // Unequal blocks take as long as the longest one, or as all of them take on average and half of
+  // the shortest.
   EXPECT_NEAR(predicted_cycles({50, 90, 10}, 133, 133, 1, 132), 90, 1e-9);
   EXPECT_NEAR(predicted_cycles({50, 90, 10}, 264, 264, 1, 132), 105, 1e-9);
 }

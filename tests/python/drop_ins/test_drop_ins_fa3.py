@@ -159,7 +159,7 @@ class TestFlashAttention3:
         got = fa3.flash_attn_varlen_func(q, k, v, *lengths, seqused_k=used, causal=True)
         ends = dict(cu_seqlens_q=lengths[0], cu_seqlens_k=lengths[1])
         assert torch.equal(got, attention(q, k, v, seqused_k=used, causal=True, **ends))
-        # Of the queries, too: each sequence as if it had no others.
+        # With seqused_q each sequence is computed as if it had no other queries.
         got = fa3.flash_attn_varlen_func(
             q, k, v, *lengths, seqused_q=int32(1, 2), seqused_k=used, causal=True
         )

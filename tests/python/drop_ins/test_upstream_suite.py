@@ -186,7 +186,7 @@ def test_counts_of_sdpa(tmp_path):
                           capture_output=True, text=True)  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     result = json.loads(to.read_text())
-    # Of the draws, every test has one, and the one with parameters the others.
+    # Every test is drawn once; all other draws are of the test with parameters.
     assert result["counts"] == {"passed": 6, "failed": 1, "missing": 2, "skipped": 3}, done.stdout
     (failure,) = result["failures"]
     assert failure["test"] == "test_fails" and result["missing"] == {"dropout_p": 1, "times": 1}

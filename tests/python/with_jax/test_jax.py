@@ -362,7 +362,7 @@ check(
     ),
     (heads, heads, heads), (heads, heads), q, k, v,
 )
-# So do sinks that they share.
+# Sinks that devices share get the sum of the gradients of all, too.
 for specs in ((whole, batch, batch), (batch, heads, heads)):
     of_rows = specs[1]
     check(
