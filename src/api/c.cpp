@@ -8,12 +8,10 @@
 #include <new>
 #include <span>
 #include <string>
-#include <string_view>
 #include <vector>
 
+#include "api/c_arguments.h"
 #include "api/c_struct.h"
-#include "call/tensors.h"
-#include "expression/graph.h"
 #include "fulgur/append.h"
 #include "fulgur/attention.h"
 #include "fulgur/codes/hadamard.h"
@@ -35,11 +33,10 @@ struct fulgur_group {
 namespace {
 
 using fulgur::AppendArgs, fulgur::BackwardArgs, fulgur::ForwardArgs, fulgur::Options, fulgur::Run;
-using fulgur::ConstTensor, fulgur::Expr, fulgur::Tensor, fulgur::TensorBinding,
-    fulgur::TensorSymbol;
-using fulgur::fail, fulgur::is_struct_size, fulgur::read_struct, fulgur::write_struct;
-using fulgur::Group, fulgur::Sharding;
-using fulgur::ScoresArgs, fulgur::ScoreStage, fulgur::Status;
+using fulgur::ConstTensor, fulgur::Group, fulgur::ScoresArgs, fulgur::Status, fulgur::Tensor;
+using fulgur::fail, fulgur::is_struct_size, fulgur::write_struct;
+using fulgur::c_api::convert, fulgur::c_api::default_options, fulgur::c_api::kMinOptions,
+    fulgur::c_api::Quantization, fulgur::c_api::read_tensor, fulgur::c_api::sharding_of;
 
 static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
               FULGUR_INVALID_ARGUMENT == static_cast<int>(Status::kInvalidArgument) &&
@@ -47,15 +44,6 @@ static_assert(FULGUR_OK == static_cast<int>(Status::kOk) &&
               FULGUR_UNAVAILABLE == static_cast<int>(Status::kUnavailable) &&
               FULGUR_OUT_OF_MEMORY == static_cast<int>(Status::kOutOfMemory) &&
               FULGUR_INTERNAL == static_cast<int>(Status::kInternal));
-static_assert(FULGUR_SCORES_SCALED == static_cast<int>(ScoreStage::kScaled) &&
-              FULGUR_SCORES_SOFTCAP == static_cast<int>(ScoreStage::kSoftcap) &&
-              FULGUR_SCORES_MASKED == static_cast<int>(ScoreStage::kMasked) &&
-              FULGUR_SCORES_PROBABILITIES == static_cast<int>(ScoreStage::kProbabilities));
-
-static_assert(FULGUR_ROWS_CONTIGUOUS == static_cast<int>(Sharding::kContiguous) &&
-              FULGUR_ROWS_ZIGZAG == static_cast<int>(Sharding::kZigzag) &&
-              FULGUR_ROWS_BY_AREA == static_cast<int>(Sharding::kByArea) &&
-              FULGUR_ROWS_BY_PAGE == static_cast<int>(Sharding::kByPage));
 
 thread_local std::string last_error;
 
@@ -84,274 +72,8 @@ fulgur_status guarded(Call call) noexcept {
   }
 }
 
-// The sizes of the structs in version 0.1.0, the first: no caller has shorter ones.
-constexpr size_t kMinOptions = offsetof(fulgur_options, engine) + sizeof(const char*);
-constexpr size_t kMinRun = offsetof(fulgur_run, dropout_offset) + sizeof(uint64_t);
+// The size in version 0.1.0, the first: no caller has a shorter struct.
 constexpr size_t kMinNeed = offsetof(fulgur_workspace_need, zeroed_bytes) + sizeof(int64_t);
-template <class Struct>
-constexpr size_t kMinTensors = sizeof(Struct);
-template <>
-constexpr size_t kMinTensors<fulgur_forward_args> = offsetof(fulgur_forward_args, bias);
-template <>
-constexpr size_t kMinTensors<fulgur_new_rows> = offsetof(fulgur_new_rows, k_cache_descale);
-template <>
-constexpr size_t kMinTensors<fulgur_descales> = offsetof(fulgur_descales, k_mean);
-template <>
-constexpr size_t kMinTensors<fulgur_quantize_args> = offsetof(fulgur_quantize_args, mean);
-template <>
-constexpr size_t kMinTensors<fulgur_backward_args> = offsetof(fulgur_backward_args, bias);
-template <>
-constexpr size_t kMinTensors<fulgur_scores_args> = offsetof(fulgur_scores_args, tensors);
-
-template <class T>
-T read_tensor(const DLTensor* given, const char* name, bool must) {
-  if (given != nullptr) return T::from_dlpack(*given, name);
-  if (must) fail(name, "got null, want a tensor");
-  return T{};
-}
-
-// A C struct has the tensors of its table, and what is no tensor.
-template <class Struct>
-constexpr size_t kPointers = (sizeof(Struct) - sizeof(size_t)) / sizeof(void*);
-static_assert(kPointers<fulgur_var_len> == fulgur::kVarLenTensors);
-static_assert(kPointers<fulgur_kv_cache> == fulgur::kKvCacheTensors);
-static_assert(kPointers<fulgur_shared_prefix> == fulgur::kSharedPrefixTensors);
-static_assert(kPointers<fulgur_rotary> == fulgur::kRotaryTensors + 1);
-static_assert(kPointers<fulgur_new_rows> == fulgur::kNewRowsTensors + 3);
-static_assert(kPointers<fulgur_descales> == fulgur::kDescalesTensors + 2);
-static_assert(kPointers<fulgur_forward_args> == fulgur::kForwardTensors + 7);
-static_assert(kPointers<fulgur_backward_args> == fulgur::kBackwardTensors + 3);
-static_assert(kPointers<fulgur_scores_args> == fulgur::kScoresTensors + 5);
-static_assert(kPointers<fulgur_append_args> == fulgur::kAppendTensors + 2);
-
-/// A struct of the caller, or one of zeros if the pointer is null.
-template <class Struct>
-Struct optional(const char* name, const Struct* given) {
-  return given == nullptr ? Struct{} : read_struct(name, given, kMinTensors<Struct>);
-}
-
-/// Reads a row of the tables of tensors: the C structs have their names. `all`: the call appends
-/// nothing, so that it must have what an appending call need not.
-#define FULGUR_READ(member, arg, need, ...)            \
-  to.member = read_tensor<decltype(to.member)>(        \
-      from.member, #member,                            \
-      fulgur::Need::need == fulgur::Need::kRequired || \
-          (fulgur::Need::need == fulgur::Need::kUnlessAppend && all));
-
-fulgur::VarLen convert(const fulgur_var_len* given) {
-  const auto from = optional("lengths", given);
-  constexpr bool all = true;
-  fulgur::VarLen to;
-  FULGUR_VAR_LEN_TENSORS(FULGUR_READ)
-  return to;
-}
-
-fulgur::KvCache convert(const fulgur_kv_cache* given) {
-  const auto from = optional("cache", given);
-  constexpr bool all = true;
-  fulgur::KvCache to;
-  FULGUR_KV_CACHE_TENSORS(FULGUR_READ)
-  return to;
-}
-
-fulgur::SharedPrefix convert(const fulgur_shared_prefix* given) {
-  const auto from = optional("shared_prefix", given);
-  constexpr bool all = true;
-  fulgur::SharedPrefix to;
-  FULGUR_SHARED_PREFIX_TENSORS(FULGUR_READ)
-  return to;
-}
-
-fulgur::Descales convert(const fulgur_descales& from) {
-  constexpr bool all = true;
-  fulgur::Descales to;
-  FULGUR_DESCALES_TENSORS(FULGUR_READ)
-  return to;
-}
-
-/// Gives a tensor the dtype of a low-bit format, if one is named: C callers pass codes as bytes.
-template <class T>
-void read_format(const char* format, const char* name, T& t) {
-  if (format != nullptr) t = t.as(fulgur::format_named(format), name);
-}
-
-std::vector<TensorBinding> convert(const fulgur_tensor_binding* given, size_t count) {
-  constexpr size_t kMax = fulgur::expression::kMaxTensors;
-  if (count > kMax) fail("tensor_count", "got {}, want at most {}", count, kMax);
-  std::vector<TensorBinding> to;
-  const auto* at = reinterpret_cast<const unsigned char*>(given);
-  for (size_t i = 0; i < count; ++i) {
-    const auto name_of = [&](const char* field) { return fmt::format("tensors[{}]{}", i, field); };
-    const auto* element = reinterpret_cast<const fulgur_tensor_binding*>(at);
-    const auto from = read_struct(name_of("").c_str(), element, kMinTensors<fulgur_tensor_binding>);
-    if (from.struct_size != given->struct_size) {
-      fail(name_of("").c_str(), "struct_size is {}, want {} as that of tensors[0]",
-           from.struct_size, given->struct_size);
-    }
-    if (from.name == nullptr) fail(name_of(".name").c_str(), "got null, want a name");
-    to.push_back({from.name, read_tensor<ConstTensor>(from.tensor, from.name, true),
-                  read_tensor<Tensor>(from.grad, from.name, false)});
-    at += from.struct_size;
-  }
-  return to;
-}
-
-fulgur::Rotary convert(const fulgur_rotary* given) {
-  const auto from = optional("rotary", given);
-  constexpr bool all = true;
-  fulgur::Rotary to;
-  FULGUR_ROTARY_TENSORS(FULGUR_READ)
-  to.interleaved = from.interleaved != 0;
-  return to;
-}
-
-fulgur::NewRows convert(const fulgur_new_rows* given, const char* name) {
-  const auto from = read_struct(name, given, kMinTensors<fulgur_new_rows>);
-  constexpr bool all = true;
-  fulgur::NewRows to;
-  FULGUR_NEW_ROWS_TENSORS(FULGUR_READ)
-  read_format(from.k_cache_format, "k_cache", to.k_cache);
-  read_format(from.v_cache_format, "v_cache", to.v_cache);
-  to.rotary = convert(from.rotary);
-  return to;
-}
-
-AppendArgs convert(const fulgur_append_args* given) {
-  const auto from = read_struct("args", given, kMinTensors<fulgur_append_args>);
-  constexpr bool all = true;
-  AppendArgs to;
-  FULGUR_APPEND_TENSORS(FULGUR_READ)
-  to.rows = convert(from.rows, "rows");
-  to.cache = convert(from.cache);
-  return to;
-}
-
-ForwardArgs convert(const fulgur_forward_args* given) {
-  const auto from = read_struct("args", given, kMinTensors<fulgur_forward_args>);
-  const bool all = from.append == nullptr;
-  ForwardArgs to;
-  FULGUR_FORWARD_TENSORS(FULGUR_READ)
-  to.lengths = convert(from.lengths);
-  to.cache = convert(from.cache);
-  to.shared_prefix = convert(from.shared_prefix);
-  const auto descales = optional("descales", from.descales);
-  to.descales = convert(descales);
-  read_format(descales.k_format, "k", to.k);
-  read_format(descales.v_format, "v", to.v);
-  if (from.append != nullptr) to.append = convert(from.append, "append");
-  to.tensors = convert(from.tensors, from.tensor_count);
-  return to;
-}
-
-BackwardArgs convert(const fulgur_backward_args* given) {
-  const auto from = read_struct("args", given, kMinTensors<fulgur_backward_args>);
-  constexpr bool all = true;
-  BackwardArgs to;
-  FULGUR_BACKWARD_TENSORS(FULGUR_READ)
-  to.lengths = convert(from.lengths);
-  to.tensors = convert(from.tensors, from.tensor_count);
-  return to;
-}
-
-ScoresArgs convert(const fulgur_scores_args* given) {
-  const auto from = read_struct("args", given, kMinTensors<fulgur_scores_args>);
-  constexpr bool all = true;
-  if (from.stage < FULGUR_SCORES_SCALED || from.stage > FULGUR_SCORES_PROBABILITIES) {
-    fail("stage", "got {}, want a fulgur_score_stage", from.stage);
-  }
-  ScoresArgs to;
-  FULGUR_SCORES_TENSORS(FULGUR_READ)
-  to.lengths = convert(from.lengths);
-  to.cache = convert(from.cache);
-  to.tensors = convert(from.tensors, from.tensor_count);
-  to.stage = static_cast<ScoreStage>(from.stage);
-  return to;
-}
-
-#undef FULGUR_READ
-
-/// The tensors of a call that quantizes, or of the inverse.
-struct Quantization {
-  fulgur_quantize_args from;
-  Tensor x, codes, scale, zero_point, mean;
-
-  explicit Quantization(const fulgur_quantize_args* given)
-      : from(read_struct("args", given, kMinTensors<fulgur_quantize_args>)),
-        x(read_tensor<Tensor>(from.x, "x", true)),
-        codes(read_tensor<Tensor>(from.codes, "codes", true)),
-        scale(read_tensor<Tensor>(from.scale, "scale", false)),
-        zero_point(read_tensor<Tensor>(from.zero_point, "zero_point", false)),
-        mean(read_tensor<Tensor>(from.mean, "mean", false)) {
-    read_format(from.format, "codes", codes);
-  }
-};
-
-fulgur_options defaults() {
-  fulgur_options options{};
-  options.struct_size = sizeof(fulgur_options);
-  options.window_left = options.window_right = -1;
-  return options;
-}
-
-/// A text of the options, in a call with these tensors.
-Expr read_expression(const char* name, const char* text, std::span<const TensorBinding> tensors) {
-  if (text == nullptr) return {};
-  std::vector<TensorSymbol> symbols;
-  for (const TensorBinding& b : tensors) {
-    symbols.emplace_back(b.name, b.tensor.dtype, b.tensor.rank);
-  }
-  try {
-    return fulgur::parse_expression(text, symbols);
-  } catch (const fulgur::Error& error) {
-    constexpr std::string_view kOf = "expression: ";
-    const std::string_view words = error.what();
-    fail(name, "{}", words.starts_with(kOf) ? words.substr(kOf.size()) : words);
-  }
-}
-
-/// `tensors`: those that expressions index; without them a call has no expressions.
-Options convert(const fulgur_options* given, const std::vector<TensorBinding>* tensors = nullptr) {
-  const fulgur_options o =
-      given == nullptr ? defaults() : read_struct("options", given, kMinOptions, defaults());
-  Options options;
-  if (tensors != nullptr) {
-    options.score_mod = read_expression("score_mod", o.score_mod, *tensors);
-    options.mask_mod = read_expression("mask_mod", o.mask_mod, *tensors);
-  }
-  options.mask = {o.window_left, o.window_right, o.chunk, o.top_left != 0};
-  if (o.scale != nullptr) options.scale = *o.scale;
-  options.softcap = o.softcap;
-  options.dropout_p = o.dropout_p;
-  options.max_seqlen_q = o.max_seqlen_q;
-  options.max_seqlen_k = o.max_seqlen_k;
-  options.deterministic = o.deterministic != 0;
-  options.invariant = o.invariant != 0;
-  options.threads = o.threads;
-  if (o.engine != nullptr) options.engine = o.engine;
-  if (o.algorithm != nullptr) options.algorithm = o.algorithm;
-  options.max_workspace = o.max_workspace;
-  options.fast_codes = o.fast_codes != 0;
-  options.hadamard = o.hadamard != 0;
-  return options;
-}
-
-Run convert(const fulgur_run* given) {
-  if (given == nullptr) return {};
-  const fulgur_run r = read_struct("run", given, kMinRun);
-  return {r.stream, {r.workspace, r.workspace_bytes}, r.dropout_seed, r.dropout_offset};
-}
-
-Sharding sharding_of(int number) {
-  if (number < FULGUR_ROWS_CONTIGUOUS || number > FULGUR_ROWS_BY_PAGE) {
-    fail("sharding", "got {}, want a fulgur_sharding", number);
-  }
-  return static_cast<Sharding>(number);
-}
-
-fulgur::Distribution convert(const fulgur_distribution* given) {
-  const auto from = read_struct("distribution", given, offsetof(fulgur_distribution, ring));
-  return {sharding_of(from.sharding), from.head_ranks, from.ring != 0};
-}
 
 const Group& required(const fulgur_group* group) {
   if (group == nullptr) fail("group", "got null, want a group");
@@ -469,7 +191,7 @@ fulgur_status fulgur_options_init(fulgur_options* options, size_t struct_size) {
       fail("struct_size", "got {}, want sizeof(fulgur_options), at least {} and a multiple of {}",
            struct_size, kMinOptions, alignof(fulgur_options));
     }
-    write_struct(options, struct_size, defaults());
+    write_struct(options, struct_size, default_options());
   });
 }
 
