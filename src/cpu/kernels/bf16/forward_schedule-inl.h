@@ -13,7 +13,7 @@
 
 #include <utility>
 
-#include "cpu/kernels/bf16/amx-inl.h"
+#include "cpu/kernels/bf16/pack-inl.h"
 #include "cpu/kernels/simd/score-inl.h"
 
 #if HWY_TARGET == HWY_AVX3

@@ -8,7 +8,7 @@
 //   a b + e c + f g = (a + e) b + (64 e + f) g = x b + x g = x y
 //
 // Parts have the 8 bits of bf16. The parts of f16, which has 11 bits, are exact, and so is the
-// product.
+// product. Probabilities, which become such operands, have an exponential of their precision.
 #if defined(FULGUR_CPU_OPERANDS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef FULGUR_CPU_OPERANDS_INL_H_
 #undef FULGUR_CPU_OPERANDS_INL_H_
@@ -118,6 +118,23 @@ HWY_INLINE void split_pairs(__m512i even, __m512i odd, __m512i (&low)[kParts],
     split_pair<kSide>(_mm512_castsi512_si256(x), _mm512_castsi512_si256(y), low);
     split_pair<kSide>(_mm512_extracti64x4_epi64(x, 1), _mm512_extracti64x4_epi64(y, 1), high);
   }
+}
+
+/// 2^r on [0, 1), exact at 0: relative-minimax coefficients.
+constexpr float kExp2[] = {1.0f, 0.6930448412895203f, 0.241280198097229f, 0.052242472767829895f,
+                           0.013426683843135834f};
+
+/// 2^x for x <= 127, with a relative error of 2^-18: less than the rounding of bf16 and of parts,
+/// and LSE averages it out. 0 for x < -126; if kFlushed, Flushing does that. NaN stays.
+template <bool kFlushed = false>
+HWY_INLINE V32 exp2_short(V32 x) {
+  // 2^x = 2^floor(x) 2^r: reduce gives r in [0, 1), scalef multiplies by 2^floor(x).
+  const __m512 r = _mm512_reduce_ps(x.raw, 0x09);
+  __m512 p = _mm512_set1_ps(kExp2[4]);
+  FULGUR_UNROLL for (int i = 3; i >= 0; --i) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(kExp2[i]));
+  if constexpr (kFlushed) return V32{_mm512_scalef_ps(p, x.raw)};
+  const __mmask16 normal = _mm512_cmp_ps_mask(x.raw, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+  return V32{_mm512_maskz_scalef_ps(normal, p, x.raw)};
 }
 
 }  // namespace fulgur::cpu::HWY_NAMESPACE
