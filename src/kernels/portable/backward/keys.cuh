@@ -184,7 +184,7 @@ __device__ __forceinline__ void store_gradients(const BackwardParams& p, const K
   finite.report(p.not_finite);
 }
 
-// The same in f32, for the split of a kv head; reduce.cu adds splits.
+// Stores the gradients of a split of a kv head in f32; reduce.cu adds the splits.
 template <int dim>
 __device__ __forceinline__ void store_partial(const BackwardParams& p, const Keys& keys, const Part& part,
                                               const float (&G)[kKeyTiles][8 * units_of(dim)], float* partial) {
