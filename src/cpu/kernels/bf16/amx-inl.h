@@ -145,25 +145,26 @@ class TileProducts {
     }
   }
 
-  /// Puts a product off: turn() makes it in steps of at most four products of tiles, and the caller
+  /// Queues a product: slice() makes it in steps of at most four products of tiles, and the caller
   /// does other work in between. At most two products may wait, and must outlive finish().
-  HWY_INLINE void put_off(const Product& p) {
+  HWY_INLINE void defer(const Product& p) {
     if (p.rows == 0) return;
     queue_[(first_ + waiting_++) % 2] = &p;
     left_ += (p.rows + 1) / 2 * ((p.columns + 1) / 2) * p.steps;
   }
   /// The steps of the waiting products that are left.
   HWY_INLINE int64_t left() const { return left_; }
-  /// Makes turn `turn` of the kTurns of the next step, if a step is left.
-  template <int kTurns>
-  HWY_INLINE void turn(int turn) {
-    if (turn == 0) next_step();
+  /// Makes slice `number` of kSlices of the next step, if a step is left: 4 / kSlices products of
+  /// tiles.
+  template <int kSlices>
+  HWY_INLINE void slice(int number) {
+    if (number == 0) next_step();
     if (!active_) return;
-    constexpr int kEach = 4 / kTurns;
-    if (0 / kEach == turn) part<0>(block_);
-    if (1 / kEach == turn) part<1>(block_);
-    if (2 / kEach == turn) part<2>(block_);
-    if (3 / kEach == turn) part<3>(block_);
+    constexpr int kEach = 4 / kSlices;
+    if (0 / kEach == number) part<0>(block_);
+    if (1 / kEach == number) part<1>(block_);
+    if (2 / kEach == number) part<2>(block_);
+    if (3 / kEach == number) part<3>(block_);
   }
   HWY_INLINE void finish() {
     for (next_step(); active_; next_step()) step(block_);
@@ -284,7 +285,7 @@ class TileProducts {
   int64_t first_ = 0, waiting_ = 0;  // of the queue
   int64_t left_ = 0;                 // steps of the products in the queue
   int64_t m_ = 0, n_ = 0;            // the next block of the first product: its first tile of C
-  Block block_;                      // the block whose step turns make
+  Block block_;                      // the block of the current step
   bool active_ = false;              // whether there is such a block
 };
 

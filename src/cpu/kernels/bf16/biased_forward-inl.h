@@ -46,8 +46,8 @@ HWY_INLINE void store_probabilities(const V32 (&p)[kBc / kLanes], uint16_t* HWY_
 
 /// P = 2^(factor S - shift) of a key tile: packed as A of `steps` tiles a block, or in f32 if `To`
 /// is float. l_next is l plus the sums of P; returns the bits of the maximum of these sums. A step
-/// of the products is made with each kTurns rows. Flushing must be on.
-template <int kParts, int kTurns, class To, class Products, class Bias>
+/// of the products is made with each kSlices rows. Flushing must be on.
+template <int kParts, int kSlices, class To, class Products, class Bias>
 HWY_INLINE hn::Vec<U32> biased_probabilities(int64_t rows, float factor,
                                              const float* HWY_RESTRICT S,
                                              const float* HWY_RESTRICT shift, To* HWY_RESTRICT P,
@@ -55,7 +55,7 @@ HWY_INLINE hn::Vec<U32> biased_probabilities(int64_t rows, float factor,
                                              float* HWY_RESTRICT l_next, Products& products,
                                              Bias bias) {
   constexpr int kVectors = kBc / kLanes;
-  static_assert(kVectors == 4 && kRowsTogether % kTurns == 0);
+  static_assert(kVectors == 4 && kRowsTogether % kSlices == 0);
   const F32 f;
   const V32 c = hn::Set(f, factor);
   auto max_sum = hn::Zero(U32());
@@ -63,7 +63,7 @@ HWY_INLINE hn::Vec<U32> biased_probabilities(int64_t rows, float factor,
     To* const to = P + (std::is_same_v<To, float> ? first * kBc : row_offset_of_a(first, steps));
     V32 sum[kRowsTogether];
     FULGUR_UNROLL for (int i = 0; i < kRowsTogether; ++i) {
-      products.template turn<kTurns>(i % kTurns);
+      products.template slice<kSlices>(i % kSlices);
       const int64_t r = first + i;
       bias.prefetch(r);
       const V32 less = hn::Set(f, shift[r]);
@@ -270,17 +270,17 @@ class BiasedForward
     uint16_t* P = now->P + kParts * (now->end - now->begin) * kTileSize;
     const int64_t steps = products_.left();
     if (fresh_[i]) start_maxima(i, S);
-    const auto make = [&](auto turns, auto* to, const auto& bias) HWY_ATTR {
+    const auto make = [&](auto slices, auto* to, const auto& bias) HWY_ATTR {
       const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
       for (int64_t r = 0; r < kTileBr; r += kLanes) {
         // A row that has seen no key yet: -inf - -inf would be NaN, -inf - 0 gives P = 0.
         const V32 m = hn::Load(f, s_.m[i] + r);
         hn::Store(hn::IfThenZeroElse(hn::Eq(m, none), m), f, shift_ + r);
       }
-      return biased_probabilities<kParts, decltype(turns)::value>(
+      return biased_probabilities<kParts, decltype(slices)::value>(
           rows, factor_, S, shift_, to, group_steps_, s_.l[i], spare_l_, products_, bias);
     };
-    // The more steps of the products are left, the fewer turns has each.
+    // The more steps of the products are left, the fewer slices has each.
     const auto by_steps = [&](const auto& bias) HWY_ATTR {
       if (Products::kAtOnce || 4 * steps <= rows) {
         return make(std::integral_constant<int, 4>(), P, bias);

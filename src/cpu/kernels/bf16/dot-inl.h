@@ -49,10 +49,10 @@ class DotProducts {
       }
     }
   }
-  void put_off(const Product& p) { multiply(p); }
+  void defer(const Product& p) { multiply(p); }
   int64_t left() const { return 0; }
-  template <int kTurns>
-  void turn(int) {}
+  template <int kSlices>
+  void slice(int) {}
   void finish() {}
   void flush() {}
 

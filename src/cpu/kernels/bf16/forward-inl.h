@@ -73,8 +73,8 @@ struct KeyBias {
 };
 
 /// P = 2^(factor S - m) of a key tile, and its sums over the keys: packed as B, or in f32 if `To`
-/// is float. A step of the products is made with each kTurns pairs of keys. Flushing must be on.
-template <int kParts, int kVectors, int kTurns, class To, class Products, class Bias>
+/// is float. A step of the products is made with each kSlices pairs of keys. Flushing must be on.
+template <int kParts, int kVectors, int kSlices, class To, class Products, class Bias>
 HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
                                    const float* HWY_RESTRICT m, To* HWY_RESTRICT P,
                                    V32 (&sum)[kVectors], Products& products, Bias bias) {
@@ -88,9 +88,9 @@ HWY_INLINE void tile_probabilities(float factor, const float* HWY_RESTRICT S,
     shift[v] = hn::IfThenZeroElse(hn::Eq(at, none), at);
     total[v] = hn::Zero(f);
   }
-  for (int64_t begin = 0; begin < kBc; begin += 2 * kTurns) {
-    FULGUR_UNROLL for (int pair = 0; pair < kTurns; ++pair) {
-      products.template turn<kTurns>(pair);
+  for (int64_t begin = 0; begin < kBc; begin += 2 * kSlices) {
+    FULGUR_UNROLL for (int pair = 0; pair < kSlices; ++pair) {
+      products.template slice<kSlices>(pair);
       const int64_t jj = begin + 2 * pair;
       FULGUR_UNROLL for (int v = 0; v < kVectors; ++v) {
         const int64_t lane = v * kLanes;
@@ -335,7 +335,7 @@ class TileForward
     if (fresh_[i]) start_maximum<kVectors>(i, S);
     V32 sum[kVectors];
     const float* const m = s_.m[i];
-    // Calls make(turns): the more steps of the products are left, the fewer turns has each.
+    // Calls make(slices): the more steps of the products are left, the fewer slices has each.
     const auto by_steps = [&](const auto& make) HWY_ATTR {
       if constexpr (kVectors == 1) {
         make(std::integral_constant<int, 1>());
@@ -352,16 +352,16 @@ class TileForward
         return tile_probabilities<kParts, kVectors, 1>(factor_, S, m, s_.P_wide, sum, products_,
                                                        NoBias());
       }
-      by_steps([&](auto turns) HWY_ATTR {
-        tile_probabilities<kParts, kVectors, turns>(factor_, S, m, P, sum, products_, NoBias());
+      by_steps([&](auto slices) HWY_ATTR {
+        tile_probabilities<kParts, kVectors, slices>(factor_, S, m, P, sum, products_, NoBias());
       });
     };
     if (!adds) {
       of_scores();
     } else if constexpr (kVectors == 2) {
-      by_steps([&](auto turns) HWY_ATTR {
-        tile_probabilities<kParts, 2, turns>(factor_, S, m, P, sum, products_,
-                                             KeyBias{at.bias.tile, bias_factor_});
+      by_steps([&](auto slices) HWY_ATTR {
+        tile_probabilities<kParts, 2, slices>(factor_, S, m, P, sum, products_,
+                                              KeyBias{at.bias.tile, bias_factor_});
       });
     }
     products_.finish();

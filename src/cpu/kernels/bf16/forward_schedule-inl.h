@@ -319,8 +319,8 @@ class ForwardSchedule {
       const Product next = later.i < count_ ? pass().scores(later, S_next) : Product();
       const Product add =
           pass().values(last ? blocks : std::min(blocks, grouped * tile_blocks), &before);
-      products_.put_off(next);
-      products_.put_off(add);
+      products_.defer(next);
+      products_.defer(add);
       pass().probabilities(at, S, &before, &now);
       if (add.rows == 0) products_.flush();  // stores the scores, which later products do otherwise
       if (last) {
