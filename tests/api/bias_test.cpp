@@ -222,6 +222,19 @@ TEST_P(DenseBias, OfManyKeys) {
   }
 }
 
+// On four multiprocessors these rows are in blocks of two strips, and of two and of three.
+TEST_P(DenseBias, OfShorterBlocks) {
+  for (const int64_t sq : {500, 1280}) {
+    Case c{.dtype = DType::kBF16, .batch = 1, .sq = sq, .sk = 130, .hq = 1, .hk = 1, .d = 72};
+    c.bias = Bias::kShared;
+    Workload w(c, 14);
+    w.options.engine = engine();
+    w.seal();
+    if (!computes([&] { w.run_forward(); })) return;
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w))) << c.name();
+  }
+}
+
 // A bias of -inf alone leaves empty rows.
 TEST_P(DenseBias, ThatHidesAllKeys) {
   Case c{.dtype = DType::kBF16, .batch = 2, .sq = 50, .sk = 70, .hq = 2, .hk = 1};

@@ -113,6 +113,7 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.d = d, .mask = causal()}));
     all.push_back(forward_problem({.d = d, .packed = true}));
   }
+  all.push_back(forward_problem({.d = 80, .bias = DType::kF16}));
   for (const int64_t d : {64, 128, 256}) {
     for (const Mask& mask : masks) {
       all.push_back(forward_problem({.d = d, .mask = mask}));
@@ -127,6 +128,7 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.d = d, .mask = causal(), .lse = false}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .sinks = true}));
     all.push_back(forward_problem({.d = d, .bias = DType::kBF16}));
+    all.push_back(forward_problem({.d = d, .mask = causal(), .bias = DType::kBF16}));
     all.push_back(forward_problem({.d = d, .mask = causal(), .bias = DType::kF32}));
     all.push_back(forward_problem({.d = d, .bias = DType::kBool}));
     all.push_back(forward_problem({.dtype = DType::kF16,

@@ -7,6 +7,7 @@
 #include "cuda/common/family.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/maps/tile_map.h"
+#include "kernels/attention/bias_tile.h"
 #include "kernels/host_device/work_tiles.h"
 
 namespace fulgur::cuda::sm90 {
@@ -44,12 +45,15 @@ struct ForwardKey : AnyForwardKey {
     f("kBoxKeys", box_keys);
     f("kSplitTail", split_tail);
     f("kStore", store);
-    f("kEarlyStarts", pairs || maps_tiles);
+    f("kEarlyStarts", (pairs && !bias_in_p()) || maps_tiles);
   }
   bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
   /// Whether another kernel prepares V for products of e4m3 (kernels/sm90/forward/values.cuh).
   bool centers_v() const { return dtypes.v == DType::kE4M3; }
+  /// How the kernel reads a bias of 16 bits (kernels/attention/bias_tile.h).
+  bool bias_in_registers() const { return kernels::bias_in_registers(bias_tile(), consumers); }
+  bool bias_in_p() const { return kernels::bias_in_p(bias_tile(), consumers, value_dim); }
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
   MapTiles map_tiles() const {

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 
-#include "kernels/attention/bias_tile.h"
 #include "kernels/host_device/key_walk.h"
 
 namespace fulgur::cuda::sm90 {
@@ -31,6 +30,7 @@ constexpr double kEndCycles = 1800;       // load of Q, store of O
 constexpr double kHiddenEndCycles = 700;  // the same if the next Q is loaded already
 constexpr double kPartBytes = 16;         // of partial results, written or read per cycle
 constexpr double kSplitLoop = 1.03;       // factor of whole blocks of a kernel that can split
+constexpr double kShorterBlock = 0.8;     // of the time of a block, of one with two strips of three
 constexpr double kAlike =
     0.8;  // minimum ratio of the shortest to the longest block, if blocks run in waves
 
@@ -48,7 +48,7 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const double product = 2 * scores * dims / kTensorFlops;
   const bool is_bool = plan.bias == 1 + kernels::kBool && !plan.score_mod && !plan.mask_mod;
   const bool of_bytes = is_bool && !plan.mask_bits;
-  const bool in_registers = kernels::bias_in_registers(plan.bias_tile(), plan.consumers);
+  const bool in_registers = plan.bias_in_registers();
   const bool slow =
       plan.transforms_scores || plan.dropout || (plan.scores_hide() && !is_bool && !in_registers);
   const bool codes = plan.centers_v() && !slow;
@@ -98,6 +98,7 @@ BlockCost block_cost(const ForwardPlan& plan, const Problem& p) {
   const kernels::Band band = band_of(plan, p);
   BlockCost cost;
   cost.leave_split = 4.0 * plan.consumers * kernels::partial_floats(plan.value_dim) / kPartBytes;
+  cost.split_loop = plan.bias_in_p() ? 1 : kSplitLoop;
   cost.end = end;
   cost.key_tile = key_tile.steady;
   kernels::Work head{};  // one head alone
@@ -134,8 +135,16 @@ double predicted_cycles_of_splits(const BlockCost& cost, int heads, int cut, int
     longest = std::max(longest, cost.end + max_tiles * cost.key_tile + (splits_here + 1) * leave);
   }
   const int q_tiles = heads * (blocks + cut * (splits - 1));
-  if (q_tiles <= sms) return kSplitLoop * longest;
-  return kSplitLoop * longest_first(longest, cost.shortest, all, sms);
+  if (q_tiles <= sms) return cost.split_loop * longest;
+  return cost.split_loop * longest_first(longest, cost.shortest, all, sms);
+}
+
+double predicted_cycles_of_shorter(const BlockCost& cost, int heads, int whole, int shorter,
+                                   int sms) {
+  const int waves = ceil_div(heads * whole, sms);
+  const int free_sms = waves * sms - heads * whole;  // of the last wave of whole blocks
+  const int shorter_waves = ceil_div(std::max(heads * shorter - free_sms, 0), sms);
+  return cost.mean * (waves + kShorterBlock * shorter_waves);
 }
 
 bool alike(const BlockCost& cost) { return cost.shortest >= kAlike * cost.longest; }
@@ -146,7 +155,7 @@ double predicted_cycles(const BlockCost& cost, int blocks, int first_split, int 
   const double waves = std::ceil(static_cast<double>(first_split) / sms);
   const double split_waves = std::ceil(static_cast<double>(split) * splits / sms);
   const double of_split = cost.mean / splits + (splits > 1 ? (splits + 1) * cost.leave_split : 0);
-  return waves * cost.mean * (splits > 1 ? kSplitLoop : 1) + split_waves * of_split +
+  return waves * cost.mean * (splits > 1 ? cost.split_loop : 1) + split_waves * of_split +
          (cost.longest - cost.mean) / (waves > 0 ? 1 : splits);
 }
 

@@ -116,8 +116,8 @@ ForwardPlan common(const Problem& p, bool bits) {
   if (plan.dtypes.v != p.dtypes.v) plan.widens_v = p.dtypes.v;
   plan.maps_tiles = plan.mask_mod;
   if (bits) use_mask_bits(plan);
-  // With a bias, buffers of K are in use for longer than those of V; with a map of tiles the
-  // previous tile is not known in advance.
+  // With a bias that is not in P, buffers of K are in use for longer than those of V; with a map of
+  // tiles the previous tile is not known in advance.
   plan.pairs = (plan.widens_v || plan.centers_v()) && plan.bias == 0 && !plan.maps_tiles;
   plan.copies_v = plan.centers_v() ? ""
                   : plan.widens_v  ? "its codes are multiplied as f16"
@@ -170,19 +170,34 @@ bool derive_stages(ForwardPlan& plan, int shared_bytes) {
   return plan.k_stages >= 2 && plan.v_stages >= 2;
 }
 
+/// Whether some rows do not see all keys.
+bool is_banded(const ForwardPlan& plan) { return plan.has_left || plan.has_right; }
+
+/// Whether blocks of all heads may be computed at a time: enough rows share the K and V of each.
+bool all_heads_fit(const ForwardPlan& plan, const Problem& p, int sms) {
+  return p.batch * p.hk * kSharingRows <= int64_t{sms} * plan.block_rows();
+}
+
 /// Divides the heads into sections, in which row blocks are the outer loop. Most sections are one
 /// kv head, so that K and V are loaded to L2 once, spread over time. The last section has so many
 /// heads that the blocks at its end, which are short under a band, fill all SMs. Under a band all
 /// heads may be in it, if enough SMs read the K and V of each.
 void divide_heads(ForwardPlan& plan, const Problem& p, int sms) {
-  const bool band = plan.has_left || plan.has_right;
+  const bool band = is_banded(plan);
   const int blocks = !band ? 1 : p.sk < kLongKeys ? 3 : 4;  // per SM
   const int64_t heads = ceil_div(int64_t{blocks} * sms, std::max(plan.work.row_blocks, 1));
   Work& work = plan.work;
   work.section_heads = static_cast<int>(p.group()) / plan.block_heads(p);
   const int64_t last = ceil_div(heads, work.section_heads) * work.section_heads;
-  const bool shared = p.batch * p.hk * kSharingRows <= int64_t{sms} * plan.block_rows();
-  work.bulk_heads = (band && shared) || last > work.heads ? 0 : static_cast<int>(work.heads - last);
+  work.bulk_heads = (band && all_heads_fit(plan, p, sms)) || last > work.heads
+                        ? 0
+                        : static_cast<int>(work.heads - last);
+}
+
+/// Takes all blocks whole, of each head work.row_blocks.
+void take_whole_blocks(Work& work) {
+  work.splits = 1;
+  work.first_split = work.end_split = work.q_tiles = kernels::blocks_of(work);
 }
 
 /// Cuts blocks [first, end) into splits.
@@ -229,25 +244,48 @@ double cut_longest_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, dou
   return best;
 }
 
+/// If the last round leaves SMs idle, gives each head more blocks than its strips need: more of
+/// them then have one strip less. All heads become one section, so that these shorter blocks come
+/// last. Only the kernels with a bias in P are told the number of blocks. Returns the predicted
+/// cycles.
+double balance_last_round(ForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
+                          double best) {
+  if (!plan.bias_in_p() || is_banded(plan) || !all_heads_fit(plan, p, sms)) return best;
+  Work work = plan.work;
+  work.bulk_heads = 0;
+  const int strips = kernels::strips_of(static_cast<int>(p.sq));
+  for (; (plan.consumers - 1) * work.row_blocks <= strips; ++work.row_blocks) {
+    const int shorter = plan.consumers * work.row_blocks - strips;
+    const double cycles =
+        predicted_cycles_of_shorter(cost, work.heads, work.row_blocks - shorter, shorter, sms);
+    if (cycles >= best) continue;
+    best = cycles;
+    plan.work = work;
+    take_whole_blocks(plan.work);
+    plan.grid = std::min(sms, kernels::blocks_of(work));
+  }
+  return best;
+}
+
 /// Decides how blocks are distributed among CTAs. Returns the predicted cycles.
 double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   Work& work = plan.work;
   work.row_blocks = kernels::blocks_of(static_cast<int>(p.sq), plan.consumers, plan.block_heads(p));
-  work.splits = 1;
   divide_heads(plan, p, card.sms);
+  take_whole_blocks(work);
   const int blocks = kernels::blocks_of(work);
-  work.first_split = work.end_split = work.q_tiles = blocks;
   // If each block has an SM of its own, no CTAs share one.
   plan.shares = plan.residents > 1 && blocks > card.sms;
   const int at_once = card.sms * (plan.shares ? plan.residents : 1);
   const BlockCost cost = block_cost(plan, p);
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   plan.grid = std::min(at_once, blocks);
+  ForwardPlan balanced = plan;
   // No splits in invariant calls, where they would depend on the number of blocks, that is on the
   // batch; nor of packed sequences, whose lengths are not known here. With pages the widest heads
-  // have no registers left for them, nor has a bias in registers.
+  // have no registers left for them. With a bias in registers but not in P they were not faster.
   const bool no_registers = (plan.page > 0 && plan.value_dim > kMaxCutPagesDim) ||
-                            kernels::bias_in_registers(plan.bias_tile(), plan.consumers);
+                            (plan.bias_in_registers() && !plan.bias_in_p());
   if (!p.invariant && !plan.packed && !no_registers) {
     ForwardPlan cut = plan;
     const double cycles = alike(cost) ? cut_last_blocks(cut, cost, at_once, best)
@@ -258,7 +296,9 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
       best = cycles;
     }
   }
-  return best;
+  const double cycles = balance_last_round(balanced, p, cost, at_once, best);
+  if (cycles < best) plan = balanced;
+  return cycles;
 }
 
 /// The predicted cycles by which tiles are compared. Schedules the plan.
@@ -420,6 +460,7 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
     if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes))
       continue;  // these leave none for chunks
     t.plan.consumers = tile.consumers;
+    t.plan.pairs |= t.plan.bias_in_p();
     t.plan.shares_blocks = shares_blocks(t.plan, p);
     t.plan.work.heads = static_cast<int>(p.batch * p.hq) / t.plan.block_heads(p);
     t.plan.block_keys = tile.block_keys;

@@ -18,6 +18,11 @@ FULGUR_SHARED int bias_panels(int bias, int keys) {
 // Whether the consumers of the Hopper forward kernel load the words of a tile into registers: three warpgroups do.
 FULGUR_SHARED bool bias_in_registers(int bias, int consumers) { return bias_bytes(bias) == 2 && consumers == 3; }
 
+// Whether these registers are those of the P that is not being multiplied. With narrow heads that was slower.
+FULGUR_SHARED bool bias_in_p(int bias, int consumers, int value_dim) {
+  return bias_in_registers(bias, consumers) && value_dim > 64;
+}
+
 }  // namespace fulgur::kernels
 
 #ifdef __CUDACC__

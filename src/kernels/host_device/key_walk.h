@@ -5,15 +5,20 @@
 
 namespace fulgur::kernels {
 
-// The key tiles of a q tile. `block_strips`, `heads`: as in first_strip.
-FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Lengths& n, int block_strips,
+// The key tiles of a q tile, whose block has these strips of `heads` heads.
+FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Lengths& n, const BlockStrips& strips,
                                       int tile_keys, bool splits, const QTile& q_tile, int heads = 1) {
-  const int first = first_strip(n.sq, block_strips, q_tile.block, heads);
-  const int next = first_strip(n.sq, block_strips, q_tile.block + 1, heads);
-  const int begin = kStripRows * (first / heads);
-  const int end = min_of(kStripRows * ((next + heads - 1) / heads), n.sq);
+  const int begin = kStripRows * (strips.first / heads);
+  const int end = min_of(kStripRows * ((strips.end + heads - 1) / heads), n.sq);
   const KeyTiles all = key_tiles(band, n, tile_keys, begin, end - 1);
   return splits && q_tile.split >= 0 ? tiles_of_split(work, all, q_tile.split) : all;
+}
+
+// `block_strips`, `heads`: as in first_strip.
+FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Lengths& n, int block_strips,
+                                      int tile_keys, bool splits, const QTile& q_tile, int heads = 1) {
+  return key_tiles_of(work, band, n, strips_of_block(n.sq, block_strips, q_tile.block, heads), tile_keys, splits,
+                      q_tile, heads);
 }
 
 // What masks keys of a tile: the bounds of the call; mask_mod, or a bool mask whose words come with K.

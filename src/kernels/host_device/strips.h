@@ -27,4 +27,19 @@ FULGUR_SHARED int first_strip(int rows, int block_strips, int block, int heads =
   return block_strips * block - min_of(block, missing);
 }
 
+// The strips of a block.
+struct BlockStrips {
+  int first, end;
+};
+
+FULGUR_SHARED BlockStrips strips_of_block(int rows, int block_strips, int block, int heads = 1) {
+  return {first_strip(rows, block_strips, block, heads), first_strip(rows, block_strips, block + 1, heads)};
+}
+
+// The same of one of `blocks` blocks. They may be more than blocks_of(): then more of them have one strip less.
+FULGUR_SHARED BlockStrips strips_of_block_of(int blocks, int rows, int block_strips, int block) {
+  const int missing = block_strips * blocks - strips_of(rows);
+  return {block_strips * block - min_of(block, missing), block_strips * (block + 1) - min_of(block + 1, missing)};
+}
+
 }  // namespace fulgur::kernels

@@ -170,6 +170,40 @@ TEST(Sm90Plan, PacksLongBoolMasksThatHeadsShare) {
   EXPECT_FALSE(plan_of(forward_problem({.sq = 4096, .sk = 4096, .bias = DType::kBF16})).mask_bits);
 }
 
+// With a bias whose words are read into the registers of P, blocks of the last round are cut, or of
+// two strips.
+TEST(Sm90Plan, FillsTheLastRoundWithABias) {
+  const auto plan = [](int64_t batch, int64_t s, const Mask& mask = full(), int64_t d = 128) {
+    return plan_of(forward_problem({.batch = batch,
+                                    .sq = s,
+                                    .sk = s,
+                                    .hq = 2048 / d,
+                                    .hk = 2048 / d,
+                                    .d = d,
+                                    .mask = mask,
+                                    .bias = DType::kBF16}));
+  };
+  const ForwardPlan shorter = plan(1, 4096);
+  EXPECT_TRUE(shorter.bias_in_p() && shorter.pairs && !shorter.split_tail);
+  EXPECT_EQ(shorter.work.row_blocks, 24);  // 16 of three strips, 8 of two: 1.9 and 1 rounds
+  EXPECT_EQ(shorter.work.bulk_heads, 0);
+  EXPECT_EQ(shorter.work.q_tiles, 384);
+  EXPECT_EQ(shorter.grid, 132);
+  for (const auto& [batch, s] : {std::pair{2, 8192}, {1, 16384}}) {
+    const ForwardPlan cut = plan(batch, s);
+    EXPECT_EQ(cut.work.row_blocks, kernels::blocks_of(s, 3));
+    EXPECT_EQ(kernels::split_blocks(cut.work), 56);
+    EXPECT_EQ(cut.work.splits, 2);
+  }
+  // Of many rounds shorter blocks cost more than they gain, and 88 blocks are too many to be cut.
+  // Under a band blocks are of different lengths anyway.
+  for (const ForwardPlan& whole : {plan(4, 4096), plan(4, 4096, causal()), plan(1, 4096, causal()),
+                                   plan(1, 4096, full(), 64)}) {
+    EXPECT_EQ(whole.work.row_blocks, 22);
+    EXPECT_FALSE(whole.split_tail);
+  }
+}
+
 // The tile of an invariant call must not depend on the batch, and so not on what a workspace takes.
 TEST(Sm90Plan, AllTilesOfInvariantCallsWantTheSame) {
   for (const int64_t batch : {1, 50}) {

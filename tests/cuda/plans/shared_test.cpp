@@ -42,6 +42,30 @@ TEST(Strips, EachIsInOneBlock) {
   }
 }
 
+// The number of blocks may also be given, from as many as the strips need to blocks of two of
+// three.
+TEST(Strips, EachIsInOneOfMoreBlocks) {
+  constexpr int kBlockStrips = 3;
+  for (int rows = 1; rows <= 2000; rows += 7) {
+    const int strips = kernels::strips_of(rows), fewest = kernels::blocks_of(rows, kBlockStrips);
+    for (int blocks = fewest; blocks == fewest || 2 * blocks <= strips; ++blocks) {
+      int strip = 0, strips_before = 0;
+      for (int block = 0; block < blocks; ++block) {
+        const auto [first, end] = kernels::strips_of_block_of(blocks, rows, kBlockStrips, block);
+        ASSERT_EQ(first, strip);
+        ASSERT_TRUE(end - first == kBlockStrips || end - first == kBlockStrips - 1);
+        ASSERT_GE(end - first, strips_before) << "the shorter ones come first";
+        strips_before = end - first;
+        strip = end;
+      }
+      ASSERT_EQ(strip, std::max(strips, 2 * blocks));
+    }
+    const auto [first, end] = kernels::strips_of_block_of(fewest, rows, kBlockStrips, fewest / 2);
+    ASSERT_EQ(first, kernels::first_strip(rows, kBlockStrips, fewest / 2));
+    ASSERT_EQ(end, kernels::first_strip(rows, kBlockStrips, fewest / 2 + 1));
+  }
+}
+
 struct Shape {
   int64_t sq, sk;
   Mask mask;

@@ -7,10 +7,10 @@
 
 // The words of a tile, one for two scores, in the order of P. Added to a score, a bias that hides makes -inf, a number
 // for which P is 0, or NaN. NaN makes the softmax look for a new maximum, before which hide_by_bias_words() is called.
-__device__ __forceinline__ void load_bias_words(u32 (&words)[kPWords], u32 tile) {
+__device__ __forceinline__ void load_bias_words(u32 (&words)[kPWords], u32 tile, u32 lane = threadIdx.x % 32) {
   // A column of a panel is some bits of the address: an exclusive or finds it, and no register holds each address.
   constexpr int kPanelWords = kPanelRowBytes / 8;
-  const u32 first = bias_words_address(tile, 0);
+  const u32 first = bias_address<64>(tile, warp_row() + lane % 16, lane / 16 * 8);
 #pragma unroll
   for (int i = 0; i < kBiasWords; i += 4) {
     const u32 panel = i / kPanelWords * bias_panel_bytes(kBiasRows, kStripRows);

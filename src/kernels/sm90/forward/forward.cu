@@ -59,7 +59,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     };
     const auto hide_by_bias = [&] {  // before the softmax looks for a new maximum
       if constexpr (kBiasInRegisters) {
-        load_bias_words(bias_words, kv.bias_tile());
+        // Addresses that are kept for this would take registers of the loop.
+        load_bias_words(bias_words, kv.bias_tile(), kBiasInP ? lane_of_warp() : threadIdx.x % 32);
         hide_by_bias_words(S, bias_words);
       }
     };
@@ -133,8 +134,8 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
             hide_by_bias();
           });
           wait_for_products<0>(O);
-          kv.release_v();
           if constexpr (kBiasInP) kv.release_loaded_k();
+          else kv.release_v();
         };
 #pragma unroll 1
         while (walk.tile > walk.last + 1) {
@@ -164,7 +165,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, kv.k_operand());
           issue_values(O, P, kv.v_operand());
           if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
-          if constexpr (!kPairs) {
+          if constexpr (!kPairs || kBiasInP) {
             wgmma_wait<1>();  // S is complete; O += P V still runs
             if (kMaskBits || kBiasInRegisters) register_fence(S);
             if constexpr (kBiasInRegisters) adjust_scores(false, bias_words);
@@ -173,7 +174,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           }
           next.make_uniform(S);
           wait_for_products<0>(S, O);
-          kv.release_v();
+          if (!kBiasInP) kv.release_v();
           if constexpr (!kBiasInRegisters) adjust_scores(false, bias_words);
           softmax_step<false>(S, P, O, rows, scale.of_scores, hide_by_bias);
           if constexpr (kBiasInRegisters) kv.release_loaded_k();

@@ -8,7 +8,6 @@ __device__ constexpr ForwardLayout kLayout =
     forward_layout({kOperands, kHeadDim, kValueDim, kConsumers, kBlockKeys, kQStages, kKStages, kVStages, kBiasTile,
                     bool(kBiasRows), bool(kPairs), bool(kMapsTiles), bool(kMaskBits)});
 static_assert(kLayout.end <= kLayout.bytes);
-static_assert(!kPairs || (kKStages == kVStages && !kBias && !kMapsTiles));
 
 enum : int {
   kThreads = 128 * (kConsumers + 1),
@@ -21,8 +20,8 @@ enum : int {
   kCentersV = ElementV::kType == kE4M3,       // V comes centred, in steps of products (sm90/forward/values.cuh)
   kOThroughQ = kQStages > 1 && !kCentersV,    // TMA stores O from the buffer of its Q
   kBiasInRegisters = bias_in_registers(kBiasTile, kConsumers),
-  // The words of the bias lie in the buffer of P that is not being multiplied. With narrow heads that was slower.
-  kBiasInP = kBiasInRegisters && kValueDim > 64,
+  // The words of the bias lie in the buffer of P that is not being multiplied.
+  kBiasInP = bias_in_p(kBiasTile, kConsumers, kValueDim),
   // A warpgroup computes P of a tile while it multiplies P V of the tile before. That pays with wide heads of codes,
   // where the tensor cores bind, and with a bias, whose softmax is long. Other kernels lack the registers.
   kDoubleBuffersP = (kCentersV && kValueDim > 128 && kScoreMode == 0) || kBiasInP,
@@ -38,5 +37,7 @@ enum : int {
 };
 
 static_assert(!kBiasInRegisters || !(kPacked || kSeqUsedQ || kDropout));
+static_assert(!kPairs || (kKStages == kVStages && (!kBias || kBiasInP) && !kMapsTiles));
+static_assert(kPairs || !kBiasInP);
 
 enum NamedBarrier : u32 { kBarrierConsumer = 1 };  // one per consumer warpgroup

@@ -75,8 +75,10 @@ struct Loader {
     if (elect_one()) {
       HeadOfCodes head = {};
       if (kHasCodes && tile.block >= 0) head = head_of_codes(p, tile.batch, tile.head);
+      int strips = kConsumers;  // with a bias in P there are no registers for more than one View at a time
+      if constexpr (kBiasInP) asm volatile("" : "+r"(strips));
 #pragma unroll
-      for (int strip = 0; strip < kConsumers; ++strip) {
+      for (int strip = 0; strip < strips; ++strip) {
         View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
         if (kMapsTiles) view.walk = walk_of_published_tiles(band_of(p), n, keys.begin, strip_of(strip).row);
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);

@@ -39,6 +39,12 @@ __device__ __forceinline__ void load_mapped_tiles(const Params& p, Loader& load,
   }
 }
 
+// The strips of a block. With a bias in P the call chooses the number of blocks (forward_plan.cpp).
+__device__ __forceinline__ BlockStrips strips_of_block(const ForwardParams& p, int rows, int block, int heads) {
+  return kBiasInP ? strips_of_block_of(p.work.row_blocks, rows, kConsumers, block)
+                  : strips_of_block(rows, kConsumers, block, heads);
+}
+
 __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   Loader load(p, smem);
   bool flip = false;
@@ -48,16 +54,17 @@ __device__ __forceinline__ void produce(const ForwardParams& p, u32 smem) {
   for (;;) {
     const QTile tile = q_tile_of(p, number);
     const Lengths n = lengths_of(p, tile.batch);
-    const int strip = first_strip(n.sq, kConsumers, tile.block, heads);
-    const int end = first_strip(n.sq, kConsumers, tile.block + 1, heads);
-    if (tile.block < 0 || kStripRows * (strip / heads) < n.sq) {
-      const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile, heads);
+    const BlockStrips strips = strips_of_block(p, n.sq, tile.block, heads);
+    if (tile.block < 0 || kStripRows * (strips.first / heads) < n.sq) {
+      const KeyTiles keys =
+          kBiasInP ? key_tiles_of(p.work, band_of(p), n, strips, kBlockKeys, kSplitTail, tile)
+                   : key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile, heads);
       // Under a band lower rows may see more keys, so warpgroups take turns at the bottom. The splits of a block are
       // combined strip by strip, so a warpgroup has the same strip in all of them.
       flip = kHidesKeys && !(kSplitTail && tile.split >= 0) && !flip;
       const auto strip_of = [&](int group) -> Strip {  // row n.sq: the warpgroup has none
-        const int mine = strip + (flip ? kConsumers - 1 - group : group);
-        if (mine >= end) return {n.sq, tile.head};
+        const int mine = strips.first + (flip ? kConsumers - 1 - group : group);
+        if (mine >= strips.end) return {n.sq, tile.head};
         return {kStripRows * (mine / heads), tile.head + mine % heads};
       };
       if (tile.block < 0) {

@@ -50,8 +50,16 @@ struct KvBuffers {
   }
 
   __device__ __forceinline__ void release_k() { k.release(leader); }
-  // Where the warp has loaded a bias, or words of a mask, from the buffer.
-  __device__ __forceinline__ void release_loaded_k() { k.release_loaded(leader); }
+  // Where the warp has loaded a bias, or words of a mask, from the buffer. With kBiasInP the scores have taken what it
+  // loaded, so that no load is under way and none needs a fence.
+  __device__ __forceinline__ void release_loaded_k() {
+    if constexpr (kBiasInP) {
+      __syncwarp();
+      k.release(leader);
+    } else {
+      k.release_loaded(leader);
+    }
+  }
   __device__ __forceinline__ void release_v() {
     if constexpr (kPairs) k.release(leader);
     else v.release(leader);
