@@ -897,7 +897,15 @@ TEST_F(Compile, KernelsWithExpressionsAreClean) {
   masks.mask_mod = parse_expression("doc[b, q] == doc[b, k] && delta > -300", {doc});
   std::vector<Problem> problems;
   for (const int64_t d : {64, 128, 192}) {
-    for (Problem p : {forward_problem({.d = d}), backward_problem({.d = d}),
+    for (Problem p : {forward_problem({.d = d}), forward_problem({.d = d, .mask = causal()}),
+                      forward_problem({.d = d,
+                      .mask = window(100, 20),
+                      .packed = true,
+                      .seqused_q = true,
+                      .seqused = true,
+                      .sinks = true}),
+                      forward_problem({.d = d, .mask = chunked(300, causal()), .softcap = 9}),
+                      forward_problem({.d = d, .dropout = 0.1}), backward_problem({.d = d}),
                       forward_problem({.sq = 1, .sk = 8192, .d = d})}) {
       const expression::Caller caller{device, p.pass == Pass::kBackward};
       tensors[0].grad = caller.backward ? biases : Tensor{};

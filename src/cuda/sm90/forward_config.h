@@ -57,7 +57,7 @@ struct ForwardKey : AnyForwardKey {
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
   MapTiles map_tiles() const {
-    return {.block_strips = consumers,
+    return {.block_strips = mask_bits ? consumers : 1,
             .block_keys = block_keys,
             .early_starts = true,
             .method = fused_map ? MapMethod::kFused : MapMethod::kSeparate};

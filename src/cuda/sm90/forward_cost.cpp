@@ -49,8 +49,9 @@ KeyTile key_tile_cycles(const ForwardPlan& plan) {
   const bool is_bool = plan.bias == 1 + kernels::kBool && !plan.score_mod && !plan.mask_mod;
   const bool of_bytes = is_bool && !plan.mask_bits;
   const bool in_registers = plan.bias_in_registers();
-  const bool slow =
-      plan.transforms_scores || plan.dropout || (plan.scores_hide() && !is_bool && !in_registers);
+  const bool asks_mask = plan.mask_mod && plan.bias == 0 && !plan.score_mod;  // in few tiles
+  const bool hides = plan.scores_hide() && !is_bool && !in_registers && !asks_mask;
+  const bool slow = plan.transforms_scores || plan.dropout || hides;
   const bool codes = plan.centers_v() && !slow;
   const bool three = plan.consumers == 3 && !plan.dropout && !plan.maps_tiles;
   const double slow_rate = three ? kTransformOfThree : kTransformScores;

@@ -56,9 +56,12 @@ struct Tile {
     kTransformed = 2,
     kDropped = 4,
     kBiased = 8,
-    kMasked = 16,          ///< with bits of a bool mask
-    kBiasInRegisters = 32  ///< a bias of 16 bits: takes_bias_in_registers()
-  };                       // all but kPlain need registers
+    kMasked = 16,           ///< with bits of a bool mask
+    kBiasInRegisters = 32,  ///< a bias of 16 bits: takes_bias_in_registers()
+    /// With a map of mask_mod. Masks are seen by strips of 64 rows: tiles of more keys than that
+    /// are partial more often.
+    kMapped = 64
+  };  // all but kPlain need registers
   int above_dim, max_dim, max_value_dim, consumers, block_keys;
   int scores;  ///< kDropped: with or without a transformation; kBiased: also with or without
                ///< dropout
@@ -68,18 +71,18 @@ struct Tile {
 };
 constexpr int kUndropped = Tile::kPlain | Tile::kTransformed, kAny = kUndropped | Tile::kDropped;
 constexpr Tile kTiles[] = {
-    {0, 32, 32, 3, 112, kAny},
+    {0, 32, 32, 3, 112, kAny | Tile::kMapped},
     {32, 64, 64, 3, 128, Tile::kPlain | Tile::kMasked},
     {32, 64, 64, 3, 112, Tile::kTransformed | Tile::kMasked},
-    {32, 64, 64, 3, 96, Tile::kDropped | Tile::kMasked},
-    {32, 64, 64, 4, 64, kUndropped},
+    {32, 64, 64, 3, 96, Tile::kDropped | Tile::kMasked | Tile::kMapped},
+    {32, 64, 64, 4, 64, kUndropped | Tile::kMapped},
     {64, 96, 96, 3, 96, kUndropped | Tile::kMasked},
     {96, 128, 128, 3, 80, kUndropped | Tile::kMasked},
-    {64, 128, 128, 3, 64, kAny | Tile::kBiasInRegisters},
-    {32, 128, 128, 1, 128, kAny},
-    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kMasked},
+    {64, 128, 128, 3, 64, kAny | Tile::kBiasInRegisters | Tile::kMapped},
+    {32, 128, 128, 1, 128, kAny | Tile::kMapped},
+    {64, 192, 128, 2, 128, kAny | Tile::kBiased | Tile::kMasked | Tile::kMapped},
     {128, 192, 192, 2, 80, kAny | Tile::kMasked},
-    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kMasked},
+    {128, 256, 256, 2, 64, kAny | Tile::kBiased | Tile::kMasked | Tile::kMapped},
     {192, 256, 256, 2, 80, kUndropped, Tile::kCodes},
     {96, 128, 128, 3, 96, kUndropped, Tile::kCodesInPV},
     {128, 256, 256, 2, 96, kUndropped, Tile::kCodesInPV},
@@ -281,12 +284,15 @@ double schedule(ForwardPlan& plan, const Problem& p, const Card& card) {
   double best = predicted_cycles(cost, blocks, blocks, 1, at_once);
   plan.grid = std::min(at_once, blocks);
   ForwardPlan balanced = plan;
+  // What a map shows of a block may all be in one split: splits are worth it only where SMs have no
+  // block.
+  const bool uneven = plan.mask_mod && blocks >= at_once;
   // No splits in invariant calls, where they would depend on the number of blocks, that is on the
   // batch; nor of packed sequences, whose lengths are not known here. With pages the widest heads
   // have no registers left for them. With a bias in registers but not in P they were not faster.
   const bool no_registers = (plan.page > 0 && plan.value_dim > kMaxCutPagesDim) ||
                             (plan.bias_in_registers() && !plan.bias_in_p());
-  if (!p.invariant && !plan.packed && !no_registers) {
+  if (!p.invariant && !plan.packed && !no_registers && !uneven) {
     ForwardPlan cut = plan;
     const double cycles = alike(cost) ? cut_last_blocks(cut, cost, at_once, best)
                                       : cut_longest_blocks(cut, cost, at_once, best);
@@ -435,10 +441,11 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
   // With expressions only d up to 128 was measured with other tiles.
   const int64_t dim = std::max(p.d, p.dv);
   const bool biased = !bits && (p.has(Arg::kBias) || (p.expressions.given() && dim > 128));
-  const int scores = (bits ? Tile::kMasked : 0) | (biased            ? Tile::kBiased
-                                                   : p.dropout_p > 0 ? Tile::kDropped
-                                                   : transforms(p)   ? Tile::kTransformed
-                                                                     : Tile::kPlain);
+  const int scores = (bits ? Tile::kMasked : 0) | (p.expressions.masks() ? Tile::kMapped : 0) |
+                     (biased            ? Tile::kBiased
+                      : p.dropout_p > 0 ? Tile::kDropped
+                      : transforms(p)   ? Tile::kTransformed
+                                        : Tile::kPlain);
   // For d up to 64 tiles of three warpgroups are up to 1.08 times as fast as those of one if all
   // SMs have such a block, but not with a map of tiles.
   const double blocks = static_cast<double>(p.total_q) * static_cast<double>(p.hq) / 192;

@@ -21,20 +21,18 @@ FULGUR_SHARED KeyTiles key_tiles_of(const Work& work, const Band& band, const Le
                       q_tile, heads);
 }
 
-// What masks keys of a tile: the bounds of the call; mask_mod, or a bool mask whose words come with K.
-enum MaskedBy : int { kMaskedByBounds = 1, kMaskedByMask = 2 };
+// What masks keys of a tile for a strip: the bounds of the call; mask_mod, or a bool mask whose words come with K. Of
+// an unseen tile the strip sees nothing.
+enum MaskedBy : int { kMaskedByBounds = 1, kMaskedByMask = 2, kUnseen = 4 };
 
-// A tile and its MaskedBy in one word, kMaskBits; -1: there is no tile.
-FULGUR_SHARED int pack_tile(int tile, int masked_by) { return 4 * tile + masked_by; }
-FULGUR_SHARED int packed_tile(int packed) { return packed >> 2; }
-FULGUR_SHARED int packed_masked_by(int packed) { return packed & 3; }
+// A tile and its MaskedBy in one word, kMapsTiles; -1, which is unseen: there is no tile.
+FULGUR_SHARED int pack_tile(int tile, int masked_by) { return 8 * tile + masked_by; }
+FULGUR_SHARED int packed_tile(int packed) { return packed >> 3; }
+FULGUR_SHARED int packed_masked_by(int packed) { return packed & 7; }
 
-// What the producer publishes of a key tile with its K, kMapsTiles.
+// What the producer publishes of a key tile with its K, kMapsTiles: the next tile, packed for each strip.
 struct alignas(16) TileInfo {
-  int tile;
-  int last;       // the walk ends after this tile
-  int masked_by;  // bits of MaskedBy, for any row of the q tile
-  int next;       // kMaskBits alone: the next tile, packed
+  int next[4];
 };
 
 // The walk of a strip over the key tiles of its q tile from right to left: the tile it is at, and what the strip sees
@@ -60,11 +58,8 @@ struct KeyWalk {
 
   // Where a map says which tiles are visible (kMapsTiles), full_end has TileInfo::masked_by of this tile.
   FULGUR_SHARED int masked_by() const { return full_end; }
-  FULGUR_SHARED void go_to(const TileInfo& info) {
-    tile = info.tile;
-    last = info.last;
-    full_end = info.masked_by;
-  }
+  // Whether the strip sees something of it; false at the end of the walk.
+  FULGUR_SHARED bool sees_tile() const { return (masked_by() & kUnseen) == 0; }
   // The next call of next() leads to the tile that is packed.
   FULGUR_SHARED void set_next(int packed) {
     tile = packed_tile(packed) + 1;
@@ -86,12 +81,6 @@ FULGUR_SHARED KeyWalk walk_of_strip(const Band& band, const Lengths& n, int tile
           diagonal_of(band, n, row)};
 }
 
-// Where a map says which key tiles are visible (host_device/tile_map.h), only the producer walks over it, and all
-// strips of the q tile take the tiles that it publishes. `first`: the first one, packed.
-FULGUR_SHARED KeyWalk walk_of_published_tiles(const Band& band, const Lengths& n, int first, int row) {
-  return {packed_tile(first), 0, 0, 0, 0, packed_masked_by(first), n.sk, diagonal_of(band, n, row)};
-}
-
 // Where a strip lies.
 struct Place {
   int row;  // its first, in its sequence
@@ -110,6 +99,14 @@ struct View {
 FULGUR_SHARED View view_of(const Band& band, const Lengths& n, int tile_keys, const QTile& q_tile,
                            const KeyTiles& all_tiles, const Strip& strip) {
   return {walk_of_strip(band, n, tile_keys, all_tiles, strip.row),
+          {strip.row, strip.head, q_tile.batch, q_tile.split}};
+}
+
+// Where a map says which key tiles are visible (host_device/tile_map.h), only the producer walks over it, and publishes
+// the tiles of each strip. `first`: the first one, packed.
+FULGUR_SHARED View view_of_published_tiles(const Band& band, const Lengths& n, const QTile& q_tile, int first,
+                                           const Strip& strip) {
+  return {{packed_tile(first), 0, 0, 0, 0, packed_masked_by(first), n.sk, diagonal_of(band, n, strip.row)},
           {strip.row, strip.head, q_tile.batch, q_tile.split}};
 }
 

@@ -351,6 +351,9 @@ TEST_F(OnFakeGpu, FastCodesOfVAreCentredFirst) {
   call.options.dropout_p =
       0.5;  // the share of a segment in the softmax is not that of what it keeps
   EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
+  call.options.dropout_p = 0;
+  call.options.mask_mod = parse_expression("q // 100 == k // 100");  // a map skips tiles
+  EXPECT_FALSE(fulgur::plan(call.args, call.options).details().has("centers_v"));
 }
 
 // The hulls of row nodes and key nodes, then the map, then the kernel that reads it.

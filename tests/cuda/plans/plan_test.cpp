@@ -376,7 +376,7 @@ TEST(Sm90Plan, TakesTheMeasuredTilesOfExpressions) {
   constexpr const char* kScore = "score + 0.5 * abs(delta)";
   for (const int64_t s : {2048, 8192, 32768}) {
     EXPECT_EQ(tile(s, 32768 / s, kScore, nullptr), std::pair(3, 112));
-    EXPECT_EQ(tile(s, 32768 / s, nullptr, "q // 1024 == k // 1024"), std::pair(1, 128));
+    EXPECT_EQ(tile(s, 32768 / s, nullptr, "q // 1024 == k // 1024"), std::pair(4, 64));
     EXPECT_EQ(tile(s, 32768 / s, kScore, "q // 1024 == k // 1024"), std::pair(1, 128));
   }
   EXPECT_EQ(tile(512, 1, kScore, nullptr), std::pair(1, 128));

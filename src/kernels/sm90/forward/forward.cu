@@ -34,7 +34,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     if (kBiasInP) view = u32(uniform(int(view)));  // in a uniform register: threads have none to spare
     KeyWalk walk = load_shared_struct_uniform<KeyWalk>(view);
     if (walk.no_more_work()) break;
-    kv.skip_front(walk);
+    if (!kMapsTiles) kv.skip_front(walk);
     const u32 strip = q_buffers.address() + consumer() * kLayout.strip_bytes;
     if (kPacked || kSeqUsedQ) clear_rows_after_sequence(p, walk, view, strip, barrier);
     const u32 q = uniform_descriptor(strip, 0);
@@ -51,11 +51,11 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     u32 bias_words[kPWords];
     MaskWords mask_words;
     const StripScores scores = {p, view, walk, scale, visible};
-    const auto adjust_scores = [&](bool rightmost, const u32 (&bias_words)[kPWords]) {
+    const auto adjust_scores = [&](bool rightmost, const u32 (&bias_words)[kPWords], int masked_by) {
       const int key = scores.first_key();
       scores.transform(S, key, kv.bias_tile(), bias_words);
       if (kBiasTile && !kBiasInRegisters) kv.release_loaded_k();
-      if constexpr (!kMaskBits) scores.mask(S, key, rightmost);
+      if constexpr (!kMaskBits) scores.mask(S, key, rightmost, masked_by);
     };
     const auto hide_by_bias = [&] {  // before the softmax looks for a new maximum
       if constexpr (kBiasInRegisters) {
@@ -83,119 +83,122 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
     SegmentMeans means;
     means.begin(walk.tile);
     NextTile next;
-    if (walk.more()) {
-      // The rightmost tile: S = Q K^T, and P = exp(S - max).
-      kv.wait_k();
-      read_tile(kv.k, walk);
-      if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
-      wgmma_fence();
-      issue_scores(S, q, kv.k_operand());
-      if (kOThroughQ) release_previous_q();
-      if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
-      const int masked_by = walk.masked_by();
-      next.load(kv.k);
-      if (kMaskBits && masked_by) mask_words.load(kv.bias_tile(), masked_by);
-      wait_for_products<0>(S);
-      next.make_uniform(S);
-      if (!kBiasTile && !kMaskBits) kv.release_k();
-      adjust_scores(true, bias_words);
-      if constexpr (kBiasInRegisters) hide_by_bias_words(S, bias_words);
-      if constexpr (kMaskBits) {
-        if (masked_by) scores.mask(S, mask_words, masked_by);
-        if (masked_by) kv.release_loaded_k();
-        else kv.release_k();
-      }
-      softmax_step<true>(S, P, O, rows, scale.of_scores);
-      if constexpr (kBiasInRegisters) kv.release_loaded_k();
-      if (kDropout) kept.drop(P);
-      next.set(walk);
+    if (skip_unseen(kv, walk)) {
+      bool again = false;
+      do {  // for each run of tiles that the strip sees; without a map there is one
+        // The rightmost tile: S = Q K^T, and P = exp(S - max).
+        kv.wait_k();
+        if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
+        wgmma_fence();
+        issue_scores(S, q, kv.k_operand());
+        if (kOThroughQ) release_previous_q();
+        if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
+        const int masked_by = walk.masked_by();
+        next.load(kv.k);
+        if (kMaskBits && masked_by) mask_words.load(kv.bias_tile(), masked_by);
+        wait_for_products<0>(S);
+        next.make_uniform(S);
+        if (!kBiasTile && !kMaskBits) kv.release_k();
+        adjust_scores(true, bias_words, masked_by);
+        if constexpr (kBiasInRegisters) hide_by_bias_words(S, bias_words);
+        if constexpr (kMaskBits) {
+          if (masked_by) scores.mask(S, mask_words, masked_by);
+          if (masked_by) kv.release_loaded_k();
+          else kv.release_k();
+        }
+        if (kSkipsTiles && again) softmax_step<false>(S, P, O, rows, scale.of_scores);
+        else softmax_step<true>(S, P, O, rows, scale.of_scores);
+        if constexpr (kBiasInRegisters) kv.release_loaded_k();
+        if (kDropout) kept.drop(P);
+        next.set(walk);
 
-      if constexpr (kDoubleBuffersP) {
-        // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
-        // Buffers of P are registers, so a turn of the loop computes two tiles. The loop below computes the last tile
-        // of an even number.
-        u32 other_P[kPWords];
-        const auto step = [&](const u32 (&previous_P)[kPWords], u32 (&P)[kPWords]) {
-          walk.next();
+        if constexpr (kDoubleBuffersP) {
+          // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
+          // Buffers of P are registers, so a turn of the loop computes two tiles. The loop below computes the last tile
+          // of an even number.
+          u32 other_P[kPWords];
+          const auto step = [&](const u32 (&previous_P)[kPWords], u32 (&P)[kPWords]) {
+            walk.next();
+            means.enter(p, rows, walk.tile);
+            kv.wait_v();
+            kv.wait_k();
+            // Before the products, which take all that shared memory gives.
+            if constexpr (kBiasInP) load_bias_words(P, kv.bias_tile());
+            register_fence(O);
+            wgmma_fence();
+            issue_scores(S, q, kv.k_operand());
+            issue_values(O, previous_P, kv.v_operand());
+            wait_for_products<1>(S);
+            adjust_scores(false, P, 0);
+            softmax_step<false>(S, P, O, rows, scale.of_scores, [&] {
+              wait_for_products<0>(O);
+              hide_by_bias();
+            });
+            wait_for_products<0>(O);
+            if constexpr (kBiasInP) kv.release_loaded_k();
+            else kv.release_v();
+          };
+#pragma unroll 1
+          while (walk.tile > walk.last + 1) {
+            step(P, other_P);
+            step(other_P, P);
+          }
+        }
+
+#pragma unroll 1
+        while (next_in_run(walk)) {
+          // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t), which rescales O where the maximum moves.
           means.enter(p, rows, walk.tile);
           kv.wait_v();
           kv.wait_k();
-          read_tile(kv.k, walk);
-          // Before the products, which take all that shared memory gives.
-          if constexpr (kBiasInP) load_bias_words(P, kv.bias_tile());
-          register_fence(O);
-          wgmma_fence();
-          issue_scores(S, q, kv.k_operand());
-          issue_values(O, previous_P, kv.v_operand());
-          wait_for_products<1>(S);
-          adjust_scores(false, P);
-          softmax_step<false>(S, P, O, rows, scale.of_scores, [&] {
-            wait_for_products<0>(O);
-            hide_by_bias();
+          if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
+          with_masked_by(walk, [&](int masked_by) {
+            next.load(kv.k);
+            if (kMaskBits && masked_by) {
+              mask_words.load(kv.bias_tile(), masked_by);
+              fence_async_proxy();  // the release of K needs it; here no score waits for it
+              __syncwarp();
+            }
+            register_fence(O);
+            wgmma_fence();
+            // With a mask of bits q is made uniform here; otherwise the compiler does it before each of the products.
+            issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, kv.k_operand());
+            issue_values(O, P, kv.v_operand());
+            if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
+            if constexpr (!kPairs || kBiasInP) {
+              wgmma_wait<1>();  // S is complete; O += P V still runs
+              if (kMapsTiles || kBiasInRegisters) register_fence(S);
+              if constexpr (kBiasInRegisters) adjust_scores(false, bias_words, 0);
+              if (kMaskBits && masked_by) scores.mask(S, mask_words, masked_by);
+              if (!kBiasTile) kv.release_k();
+            }
+            next.make_uniform(S);
+            wait_for_products<0>(S, O);
+            if (!kBiasInP) kv.release_v();
+            if constexpr (!kBiasInRegisters) adjust_scores(false, bias_words, masked_by);
+            softmax_step<false>(S, P, O, rows, scale.of_scores, hide_by_bias);
+            if constexpr (kBiasInRegisters) kv.release_loaded_k();
+            if (kDropout) kept.drop(P);
+            next.set(walk);
           });
-          wait_for_products<0>(O);
-          if constexpr (kBiasInP) kv.release_loaded_k();
-          else kv.release_v();
-        };
-#pragma unroll 1
-        while (walk.tile > walk.last + 1) {
-          step(P, other_P);
-          step(other_P, P);
         }
-      }
 
-#pragma unroll 1
-      while (walk.next()) {
-        // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t), which rescales O where the maximum moves.
-        means.enter(p, rows, walk.tile);
-        kv.wait_v();
-        kv.wait_k();
-        read_tile(kv.k, walk);
-        if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
-        with_masked_by(walk, [&](int masked_by) {
-          next.load(kv.k);
-          if (masked_by) {
-            mask_words.load(kv.bias_tile(), masked_by);
-            fence_async_proxy();  // the release of K needs it; here no score waits for it
-            __syncwarp();
-          }
-          register_fence(O);
-          wgmma_fence();
-          // With a mask of bits q is made uniform here; otherwise the compiler does it before each of the products.
-          issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, kv.k_operand());
-          issue_values(O, P, kv.v_operand());
-          if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
-          if constexpr (!kPairs || kBiasInP) {
-            wgmma_wait<1>();  // S is complete; O += P V still runs
-            if (kMaskBits || kBiasInRegisters) register_fence(S);
-            if constexpr (kBiasInRegisters) adjust_scores(false, bias_words);
-            if (masked_by) scores.mask(S, mask_words, masked_by);
-            if (!kBiasTile) kv.release_k();
-          }
-          next.make_uniform(S);
-          wait_for_products<0>(S, O);
-          if (!kBiasInP) kv.release_v();
-          if constexpr (!kBiasInRegisters) adjust_scores(false, bias_words);
-          softmax_step<false>(S, P, O, rows, scale.of_scores, hide_by_bias);
-          if constexpr (kBiasInRegisters) kv.release_loaded_k();
-          if (kDropout) kept.drop(P);
-          next.set(walk);
-        });
-      }
-
-      // O += P V of the leftmost tile. Where V is centred, its means are added, too.
-      means.weigh(p, rows, walk.last);
-      kv.wait_last_v();
-      register_fence(O);
-      wgmma_fence();
-      issue_values(O, P, kv.v_operand());
-      means.issue(O, kv.k);
-      if (!kOThroughQ) release_q();
-      means.load(p, head.kv_head);
-      wait_for_products<0>(O);
-      means.multiply(p, rows, O);
-      kv.release_v();
-      means.add(p, rows, O, head.kv_head);
+        // O += P V of the leftmost tile. Where V is centred, its means are added, too.
+        means.weigh(p, rows, walk.last);
+        kv.wait_last_v();
+        register_fence(O);
+        wgmma_fence();
+        issue_values(O, P, kv.v_operand());
+        means.issue(O, kv.k);
+        if (!kOThroughQ && !kSkipsTiles) release_q();
+        means.load(p, head.kv_head);
+        wait_for_products<0>(O);
+        means.multiply(p, rows, O);
+        kv.release_v();
+        means.add(p, rows, O, head.kv_head);
+        again = true;
+      } while (kSkipsTiles && skip_unseen(kv, walk));
+      if (!kOThroughQ && kSkipsTiles) release_q();
     } else if (kOThroughQ) {
       release_previous_q();
     } else {

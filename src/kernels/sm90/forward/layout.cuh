@@ -32,10 +32,15 @@ enum : int {
   kMaskTileBytes = kMaskWords * kMaskThreads * 4,       // of a strip
   // Bounds of the call that a mask of bits does not have: it hides only the keys after the last one.
   kBoundsApart = kHasLeft || kHasRight || kHasChunk || kSeqUsedK,
+  // The map of a mask of bits says which tiles a block sees. That of mask_mod says it of each strip, and consumers skip
+  // those that their own does not see.
+  kMapStrips = kMaskBits ? kConsumers : 1,
+  kSkipsTiles = kMapsTiles && !kMaskBits && kConsumers > 1,
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };
 
+static_assert(!kMapsTiles || !(kCentersV || kDoubleBuffersP));  // these count tiles
 static_assert(!kBiasInRegisters || !(kPacked || kSeqUsedQ || kDropout));
 static_assert(!kPairs || (kKStages == kVStages && (!kBias || kBiasInP) && !kMapsTiles));
 static_assert(kPairs || !kBiasInP);

@@ -66,9 +66,9 @@ struct Loader {
       : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
 
   // The strips of a q tile and their Views; strip_of(i) is the strip of warpgroup i. After the last q tile come Views
-  // without Q, which end the work.
-  template <class StripOf>
-  __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const KeyTiles& keys, StripOf strip_of) {
+  // without Q, which end the work. `keys`: the key tiles, or with kMapsTiles the first one as a TileInfo.
+  template <class Tiles, class StripOf>
+  __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const Tiles& keys, StripOf strip_of) {
     q.wait_empty();
     const u32 full = q.full();
     const u32 buffer = q.address();
@@ -79,8 +79,10 @@ struct Loader {
       if constexpr (kBiasInP) asm volatile("" : "+r"(strips));
 #pragma unroll
       for (int strip = 0; strip < strips; ++strip) {
-        View view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
-        if (kMapsTiles) view.walk = walk_of_published_tiles(band_of(p), n, keys.begin, strip_of(strip).row);
+        View view;
+        if constexpr (kMapsTiles)
+          view = view_of_published_tiles(band_of(p), n, tile, keys.next[strip], strip_of(strip));
+        else view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
       if (tile.block < 0) {
@@ -192,7 +194,7 @@ struct Loader {
     v.wait_empty();
     const u32 full = v.full();
     const u32 buffer = v.address();
-    wait_for_earlier_kernels();  // they prepare V
+    if constexpr (!kMapsTiles) wait_for_earlier_kernels();  // they prepare V; or a map, and have ended
     if constexpr (kCentersV) {
       if (elect_one()) {
         mbarrier_arrive_expect(full, kLayout.v_bytes);

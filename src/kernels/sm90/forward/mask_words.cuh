@@ -31,10 +31,11 @@ struct MaskWords {
 // softmax of the step, and the compiler moves the first exponentials before the wait for O += P V.
 template <class Step>
 __device__ __forceinline__ void with_masked_by(const KeyWalk& walk, const Step& step) {
-  if constexpr (kMaskBits) {
+  if constexpr (kMapsTiles) {
     const int masked_by = walk.masked_by();
-    if (masked_by == 0) step(0);
-    else if (!kBoundsApart || masked_by == kMaskedByMask) step(kMaskedByMask);
+    if constexpr (kConsumers == 1) step(masked_by);  // it has no registers for two
+    else if (masked_by == 0) step(0);
+    else if (kMaskBits && (!kBoundsApart || masked_by == kMaskedByMask)) step(kMaskedByMask);
     else step(masked_by);  // few tiles of a call
   } else {
     step(0);

@@ -68,12 +68,13 @@ struct StripScores {
   }
 
   // -inf for the keys that the bounds of the call, or mask_mod, hide. `rightmost`: the tile is the strip's first one.
-  __device__ __forceinline__ void mask(float (&S)[kBlockKeys / 2], int key, bool rightmost) const {
-    const bool masked = kMapsTiles ? walk.masked_by() : walk.masked(band_of(p), rightmost);
+  // `masked_by`: what hides keys of it, kMapsTiles.
+  __device__ __forceinline__ void mask(float (&S)[kBlockKeys / 2], int key, bool rightmost, int masked_by) const {
+    const bool masked = kMapsTiles ? masked_by : walk.masked(band_of(p), rightmost);
     if (masked) hide_keys<true>(S, visible, key);
     if constexpr (kMapsTiles && !kMaskBits) {
       // Without bounds the end of a sequence hides keys, in few tiles: a test of `masked` is enough.
-      if (kHasLeft || kHasRight ? walk.masked_by() & kMaskedByMask : masked)
+      if (kHasLeft || kHasRight ? masked_by & kMaskedByMask : masked)
         hide_by_mask_mod(p, S, view, walk.diagonal, key);
     }
   }
