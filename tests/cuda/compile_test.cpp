@@ -928,10 +928,13 @@ TEST_F(Compile, KernelsOfCodesAreClean) {
     for (const int64_t d : {64, 128}) {
       for (const int64_t groups : {0, 1, 2}) {  // no scales, of tokens, of halves of their columns
         if (groups > 0 && codes > DType::kInt4) continue;
-        for (const int64_t batch : {2, 64}) {  // of 64, heads of some formats come together
+        // Of 64 sequences, heads of some formats come together. Warps convert codes of many
+        // queries.
+        for (const auto& [batch, sq] :
+             {std::pair<int64_t, int64_t>{2, 1}, {64, 1}, {2, 16}, {2, 64}}) {
           const int64_t hk = batch == 2 ? 2 : 8;
           test::ForwardCall call = test::forward_call(
-              {.batch = batch, .sq = 1, .sk = 8192, .hq = 4 * hk, .hk = hk, .d = d});
+              {.batch = batch, .sq = sq, .sk = 8192, .hq = 4 * hk, .hk = hk, .d = d});
           for (ConstTensor* t : {&call.args.k, &call.args.v})
             *t = Tensor::contiguous(nullptr, codes, {batch, 8192, hk, d}, device);
           if (groups > 0) {

@@ -29,6 +29,10 @@ constexpr double kForwardCycles = 0.94;
 bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& problem) {
   const Problem p = as_planned(problem, tile);
   if (schedule == DecodeSchedule::kStreamK) return true;
+  // Eight warps that convert q8_0 of pages have no registers for the other schedules.
+  const bool many_convert = tile.convert_warps > kernels::kLoadWarps && tile.page > 0;
+  if (many_convert && (tile.stored.k == DType::kQ8_0 || tile.stored.v == DType::kQ8_0))
+    return false;
   // With several heads, warps that load nothing would have to read the scheduler's answers.
   if (tile.heads > 1 && schedule == DecodeSchedule::kDynamic) return false;
   // Each sequence has one q block a kv head.

@@ -10,9 +10,9 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-// Measured on an H100 (notes/decode_cost.md) in cycles of 1755 MHz, except kDecodeShare, which was
-// measured on an H200. Rates are in bytes or flops per cycle. Of two numbers the first one is the
-// warp path's and the second one the warpgroup path's.
+// Measured on an H100 (notes/decode_cost.md) in cycles of 1755 MHz, except kDecodeShare and
+// kSmCodes, which were measured on an H200. Rates are in bytes or flops per cycle. Of two numbers
+// the first one is the warp path's and the second one the warpgroup path's.
 
 // Reading.
 constexpr double kDecodeShare = 0.917;  ///< of the bandwidth of memory, with all SMs
@@ -22,6 +22,7 @@ constexpr double kSlicesLoss = 0.02;    ///< of it, where CTAs read different he
 constexpr double kSmBytes = 41;         ///< that one SM reads
 constexpr double kProductFlops = 3420;  ///< of one SM, by wgmma
 constexpr double kWarpProducts = 0.5;   ///< of the rate of mma.sync, where loads wait for products
+constexpr double kSmCodes = 9;          ///< that one SM converts, for wgmma
 // A work tile.
 constexpr double kStart[] = {0, 3400};        ///< before the first one, beyond any launch's
 constexpr double kNextTile[] = {1350, 1520};  ///< between two of them
@@ -98,7 +99,9 @@ class DecodeCost {
     if (hidden) return 0;
     const double flops =
         plan_.warpgroup_path() ? kProductFlops : kWarpProducts * plan_.card.mma_rate;
-    return 2.0 * blocks_ * plan_.block_rows() * (plan_.head_dim + plan_.value_dim) / flops;
+    const double columns = plan_.head_dim + plan_.value_dim;
+    const double of_block = 2.0 * plan_.block_rows() * columns / flops;
+    return blocks_ * (plan_.convert_warps > 0 ? std::max(of_block, columns / kSmCodes) : of_block);
   }
 
  private:

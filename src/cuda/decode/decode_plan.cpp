@@ -131,7 +131,9 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
       key.block_keys,
       key.box_keys,
       key.k_stages,
-      key.v_stages};
+      key.v_stages,
+      key.code_stages,
+      key.convert_warps};
 }
 
 ForwardShapes decode_shapes(const Problem& p, int box_keys) {
@@ -146,7 +148,7 @@ ForwardShapes decode_shapes(const Problem& p, int box_keys) {
   return shapes;
 }
 
-int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxes) {
+int piece_of(DType dtype, int dim, const Layout& strides, bool copied, Copies by) {
   constexpr int64_t kMaxMiddle = 128;  // rows of more bytes come faster by pieces
   if (!has_blocks(dtype)) return 0;
   const auto step = [&](std::initializer_list<int64_t> strides) {
@@ -158,7 +160,8 @@ int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxe
   const int piece = step({strides.batch, strides.row, strides.head, dim});
   const bool by_heads = step({strides.batch, strides.row}) == kLaneBytes;
   const bool middle = by_heads && kernels::may_begin_in_middle(dim, step({strides.head})) &&
-                      (boxes || bytes_of(dtype, dim) <= kMaxMiddle);
+                      by != Copies::kInPlace &&
+                      (by == Copies::kBoxes || bytes_of(dtype, dim) <= kMaxMiddle);
   return piece < kLaneBytes && middle ? int{kernels::kMiddle} : piece;
 }
 
@@ -246,8 +249,8 @@ DecodePlan decode_common(const Problem& p, const Card& card) {
   plan.o_whole = whole(p.dv, p.out, p.dtypes.out);
   plan.copies_k = not_whole(p.k, p.dtypes.k);
   plan.copies_v = not_whole(p.v, p.dtypes.v);
-  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), false);
-  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), false);
+  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), Copies::kLanes);
+  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), Copies::kLanes);
   return plan;
 }
 
@@ -380,6 +383,8 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
                   plan.k_stages, plan.v_stages,
                   plan.box_keys > 0
                       ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
+                  : plan.code_stages > 0
+                      ? fmt::format("which other warps convert from {} of codes", plan.code_stages)
                       : "whose rows cp.async copies",
                   plan.shared_bytes));
   say(fmt::format("{} CTAs compute {} q blocks, of the lengths that the call has when it runs: {}",

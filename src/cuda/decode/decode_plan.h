@@ -39,6 +39,8 @@ struct DecodeKey : AnyForwardKey {
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
   int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
+  int code_stages = 0;             ///< of codes, on the warpgroup path
+  int convert_warps = 0;           ///< that convert these; 0: no warps do
   int box_keys = 0;                ///< keys of a box that TMA loads; 0: lanes copy rows
   int residents = 0;               ///< CTAs of an SM
   int tile_rows = 0;               ///< rows of a block that a kv head may have
@@ -77,6 +79,8 @@ struct DecodeKey : AnyForwardKey {
     f("kBlockKeys", block_keys);
     f("kKStages", k_stages);
     f("kVStages", v_stages);
+    f("kCodeStages", code_stages);
+    f("kConvertWarps", convert_warps);
     f("kBoxKeys", box_keys);
     f("kResidents", residents);
     f("kTileRows", tile_rows);
@@ -92,7 +96,7 @@ struct DecodeKey : AnyForwardKey {
   }
   bool operator==(const DecodeKey& o) const { return kernel_config(*this) == kernel_config(o); }
 
-  /// Whether k or v has codes, which decode_codes.cu computes.
+  /// Whether k or v has codes.
   bool has_codes() const { return is_low_bit(stored.k) || is_low_bit(stored.v); }
   /// Whether the call also zeros rows of out that belong to no sequence.
   bool has_padding() const { return (packed || seqused_q) && few_queries == 0; }
@@ -117,8 +121,8 @@ struct DecodePlan : DecodeKey {
   /// Whether the card has the warpgroup path.
   bool has_wgmma() const { return features_of(card.target).has_wgmma; }
   int block_rows() const { return 16 * warps_per_group; }  ///< Br
-  /// Whether it is decode_warpgroup.cu's (wgmma, TMA); else decode_warp.cu's or decode_codes.cu's
-  /// (mma.sync, cp.async).
+  /// Whether it is decode_warpgroup.cu's (wgmma); else decode_warp.cu's or decode_codes.cu's
+  /// (mma.sync).
   bool warpgroup_path() const;
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
@@ -150,8 +154,13 @@ kernels::DecodeTile decode_tile(const DecodeKey& key);
 ForwardShapes decode_shapes(const Problem& problem, int box_keys);
 
 /// How rows of `dim` columns are copied (DecodeKey::k_piece). `copied`: they are copied to
-/// multiples of 16 bytes first. `boxes`: TMA loads them, if the result is 16 or kMiddle.
-int piece_of(DType dtype, int dim, const Layout& strides, bool copied, bool boxes);
+/// multiples of 16 bytes first.
+enum class Copies {
+  kLanes,    ///< by lanes
+  kBoxes,    ///< by TMA, if the result is 16 or kMiddle
+  kInPlace,  ///< by lanes, and never kMiddle
+};
+int piece_of(DType dtype, int dim, const Layout& strides, bool copied, Copies by);
 
 /// The shapes of the maps of K and V by which TMA loads a tile.
 std::array<TensorShape, 2> box_shapes(const Problem& problem, const DecodePlan& plan, int box_keys);

@@ -12,7 +12,8 @@ namespace {
 /// The minimum of chunks in a q block that CTAs request from Dynamic (Dynamic::kMinChunks).
 int dynamic_min_chunks(const DecodePlan& plan) {
   constexpr int kAnswerTiles = 3;
-  const int tiles = plan.warp_groups * (std::max(plan.k_stages, kAnswerTiles) + 1);
+  const int ahead = plan.k_stages + plan.code_stages;
+  const int tiles = plan.warp_groups * (std::max(ahead, kAnswerTiles) + 1);
   return ceil_div((tiles - 1) * plan.block_keys, kernels::chunk_keys(plan.block_keys)) + 1;
 }
 

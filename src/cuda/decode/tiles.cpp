@@ -42,8 +42,8 @@ void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
   const auto short_blocks = [](DType dtype, int dim) { return dtype == DType::kQ8_0 && dim <= 64; };
   if (short_blocks(p.dtypes.k, plan.head_dim) || short_blocks(p.dtypes.v, plan.value_dim)) return;
   DecodePlan boxed = plan;
-  boxed.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), true);
-  boxed.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), true);
+  boxed.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), Copies::kBoxes);
+  boxed.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), Copies::kBoxes);
   for (const int piece : {boxed.k_piece, boxed.v_piece})
     if (piece > kernels::kMiddle && piece < kBoxStart) return;
   boxed.box_keys = std::gcd(static_cast<int>(p.cache.page), plan.block_keys);
@@ -80,7 +80,7 @@ int heads_together(const DecodePlan& plan, const Problem& p) {
   if (plan.page > 0 && (p.has(Arg::kLeftpadK) || p.cache.page % kSwizzledRows != 0)) return 1;
   const auto whole = [&](DType dtype, int dim, int64_t columns, const Layout& strides, int heads) {
     const int row = kernels::code_row_bytes(element_of(dtype), dim), all = heads * row;
-    const int piece = piece_of(dtype, dim, strides, false, true);
+    const int piece = piece_of(dtype, dim, strides, false, Copies::kBoxes);
     return dim == columns && strides.aligned && bytes_of(dtype, strides.head) == row &&
            all % kCopyAlignment == 0 && kernels::pitch_of_heads(all) <= kMaxBoxBytes &&
            bytes_of(dtype, strides.row) % kCopyAlignment == 0 &&
@@ -117,6 +117,13 @@ int code_bits(const DecodePlan& plan) {
 int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
   const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
+  if (plan.has_codes() && plan.warps_per_group >= kernels::kWarpgroupWarps) {
+    // Registers suffice for large tiles without factors of keys, or with few columns.
+    const bool few_registers =
+        (dim > 64 && plan.k_scales + plan.v_scales > 0) || plan.tree || plan.scores_hide();
+    const bool large = plan.warps_per_group == kMaxWarps && !few_registers;
+    return dim > 128 ? 32 : large ? 128 : 64;
+  }
   if (plan.has_codes()) {
     // One ldmatrix loads 32 keys. Tiles have 64 where these are few bytes and registers are left:
     // not with many rows, nor with 12 warps and several scales of a key. Rows of blocks take long
@@ -145,6 +152,43 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   if (dim > 240 && elements && plan.warps_per_group < kMaxWarps) return 16;
   const bool small = plan.tree || plan.scores_hide();  // no registers for more
   return plan.warps_per_group == kMaxWarps && !small && keeps_up ? large : keys;
+}
+
+/// Whether codes of K or V take more than a conversion of each pair to become f16.
+bool converts_long(const DecodePlan& plan) {
+  const auto is_float = [](DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2; };
+  return !is_float(plan.stored.k) || !is_float(plan.stored.v) ||
+         std::max(plan.k_scales, plan.v_scales) > 1;
+}
+
+/// Chooses the number of warp groups where codes are converted, of the warps that do, and buffers
+/// of K, of V and of codes: as many of codes that memory is never idle while others are converted.
+void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) {
+  constexpr int kFewConvertWarps = 4, kManyConvertWarps = 8;
+  const int dim = std::max(plan.head_dim, plan.value_dim);
+  // A lane that looks up the page of each of its keys has no registers for one of more warps.
+  const bool ids = dim <= 128 && plan.page > 0 && (plan.page % 16 != 0 || p.has(Arg::kLeftpadK));
+  const bool few = plan.warps_per_group == kMaxWarps || !converts_long(plan) || ids;
+  plan.convert_warps = few ? kFewConvertWarps : kManyConvertWarps;
+  const auto fits = [&](int k, int v, int codes) {
+    plan.k_stages = k;
+    plan.v_stages = v;
+    plan.code_stages = codes;
+    plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
+    return plan.shared_bytes <= card.shared_bytes;
+  };
+  // With twice as many warps that convert, registers suffice for one warp group of wide heads.
+  plan.warp_groups = dim > 128 && !few ? 1 : kMaxWarps / plan.warps_per_group;
+  for (;;) {
+    for (int codes = 6; codes >= 2; --codes)
+      if (fits(2, 2, codes)) return;
+    if (plan.block_keys == 128) {
+      plan.block_keys = 64;
+      continue;
+    }
+    if (fits(2, 1, 2) || fits(1, 1, 3) || fits(1, 1, 2) || plan.warp_groups == 1) return;
+    plan.warp_groups /= 2;
+  }
 }
 
 /// Chooses the number of warp groups, and as many buffers of K and V as fit into shared memory.
@@ -179,8 +223,8 @@ DecodePlan of_heads(DecodePlan plan, const Problem& p, const Card& card, int hea
   plan.residents = 1;
   plan.tile_rows = heads * (rows <= 4 ? 4 : few ? 8 : 16);
   plan.group *= heads;
-  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, false, true);
-  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, false, true);
+  plan.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, false, Copies::kBoxes);
+  plan.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, false, Copies::kBoxes);
   plan.grid = std::min(card.sms, int{kernels::kMaxSlices});
   // Twice as many warps where registers suffice.
   plan.warp_groups = (few && dim <= 64 && !zero_points ? 2 : 1) * kMaxWarps / heads;
@@ -212,11 +256,19 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
   const bool any_rows = warps > 1 || p.invariant;
   plan.tile_rows = any_rows ? plan.block_rows() : rows <= 4 ? 4 : rows <= 8 ? 8 : 16;
   plan.block_keys = block_keys_of(plan, p);
-  if (plan.has_codes())
-    set_boxes_of_codes(plan, p);
-  else if (plan.warps_per_group >= kernels::kWarpgroupWarps)
-    plan.box_keys = box_keys_of(p, plan.block_keys);
-  set_buffers(plan, card);
+  if (plan.has_codes() && warps >= kernels::kWarpgroupWarps) {
+    plan.k_piece =
+        piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), Copies::kInPlace);
+    plan.v_piece =
+        piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), Copies::kInPlace);
+    set_buffers_of_codes(plan, p, card);
+  } else {
+    if (plan.has_codes())
+      set_boxes_of_codes(plan, p);
+    else if (plan.warps_per_group >= kernels::kWarpgroupWarps)
+      plan.box_keys = box_keys_of(p, plan.block_keys);
+    set_buffers(plan, card);
+  }
   plan.grid = std::min(card.sms * residents, int{kernels::kMaxSlices});
   return plan;
 }
@@ -236,7 +288,16 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (rows <= 16) add(1);
   if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
   if (common.has_codes()) {
-    if (rows > 16) add(2);
+    // Of more than 16 rows, warps that load convert codes of both K and V, for as many rows as 128
+    // where registers suffice: up to 128 columns. Few rows of wide heads meet codes of 8 bits with
+    // one scale faster on the warp path.
+    const bool converts = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
+    const bool simple = code_bits(common) >= 8 * (common.head_dim + common.value_dim) &&
+                        std::max(common.k_scales, common.v_scales) <= 1;
+    if (rows > 16 && (!converts || (rows <= 32 && dim > 128 && simple)))
+      add(2);
+    else if (rows > 16)
+      add(rows <= kFewRows || dim > 128 ? kernels::kWarpgroupWarps : kMaxWarps);
     const int heads = rows <= 16 ? heads_together(common, p) : 1;
     const int64_t keys = p.batch * p.sk * p.hk / heads;  // maximum of all CTAs
     if (heads > 1 && keys >= kMinKeysOfHeads * card.sms) {

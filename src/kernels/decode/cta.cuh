@@ -14,10 +14,12 @@ constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, S
                               kWarpsPerGroup, kWarpGroups,
                               kTileRows,      kBlockKeys,
                               kBoxKeys,       kKStages,
-                              kVStages};
+                              kVStages,       kCodeStages,
+                              kConvertWarps};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu or decode_codes.cu
+  kConverts = kConvertWarps > 0,              // the warps that load convert codes
   kComputeWarps = kWarpGroups * kWarpsPerGroup,
   kComputeThreads = 32 * kComputeWarps,
   kCtaWarps = decode_warps(kTile),
@@ -32,8 +34,12 @@ enum : int {
   kKeysPerChunk = chunk_keys(kBlockKeys),      // of stream-K
   kHeadRows = kTileRows / kHeads,              // rows of a kv head
   kGroupOfHead = kGroup / kHeads,              // q heads of a kv head
-  // Warps that load a tile together.
-  kTileLoaders = kWarpgroupPath ? kLoadWarps / kWarpGroups : kHeads > 1 ? 1 : int(kWarpsPerGroup),
+  // Warps that load a tile together; where they convert codes, of K and as many others of V.
+  kGroupLoaders = (kWarpgroupPath ? kCtaWarps - kComputeWarps : int(kLoadWarps)) / kWarpGroups,
+  kTileLoaders = kConverts        ? kGroupLoaders / 2
+                 : kWarpgroupPath ? int(kGroupLoaders)
+                 : kHeads > 1     ? 1
+                                  : int(kWarpsPerGroup),
 };
 
 // The panels of a tile of K and of V.

@@ -79,7 +79,8 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
         hidden = adjust_scores<ByRows>(p, S, mask.rows, key_tile, masked);
         softmax_step<false>(S, P, O, rows, c);
       }
-      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, ring.values(), saved, sync);
+      if (kHidesKeys && masked)
+        add_hidden_non_finite(p, O, mask, hidden, key_tile, ValueTile{ring.values()}, saved, sync);
       if (has_rows) multiply_values(O, P, ring.values());
       ring.advance();
     }

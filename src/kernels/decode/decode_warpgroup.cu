@@ -5,8 +5,11 @@
 // (decode/schedule/) says which work tiles a CTA computes. Its warp groups, of one or two warpgroups, take the
 // tiles of a work tile in turn, each with a state of the online softmax of its own. Four warps do nothing but load,
 // over the ends of work tiles, so that memory never waits for products, barriers and combines. docs/kernels/decode.md
-// derives this; decode/decode_warp.cu is the path of fewer rows.
+// derives this; decode/decode_warp.cu is the path of fewer rows. Where K and V are codes, four or eight warps that load
+// also convert them.
 #include "decode/append.cuh"
+#include "decode/codes/converter.cuh"
+#include "decode/codes/row_factors.cuh"
 #include "decode/combine.cuh"
 #include "decode/fragments.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
@@ -17,10 +20,15 @@ static_assert(kWarpgroupPath);
 
 enum : int {
   kAlternates = kWarpsPerGroup == 8,  // a warp group is two warpgroups
-  // With three warpgroups the warps that load give registers to the others. Three threads, one of each, have 504.
-  kMovesRegisters = kCtaWarps == 12,
-  kLoadRegisters = kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
-  kComputeRegisters = (504 - kLoadRegisters) / 2,
+  // With three or four warpgroups the warps that load give registers to the others. Three threads, one of each
+  // warpgroup, have 504, and four have 512.
+  kMovesRegisters = kCtaWarps >= 12,
+  kComputeGroups = kComputeWarps / 4,
+  kLoadGroups = kCtaWarps / 4 - kComputeGroups,
+  kPageOfEachKey = kPage > 0 && (kPage % 16 != 0 || kLeftPad),
+  kConvertRegisters = kComputeGroups == 1 ? 128 : kPageOfEachKey && kLoadGroups == 1 ? 120 : 88,
+  kLoadRegisters = kConverts ? kConvertRegisters : kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
+  kComputeRegisters = ((kCtaWarps == 16 ? 512 : 504) - kLoadGroups * kLoadRegisters) / kComputeGroups,
 };
 
 // Q of the work tiles that have keys, one after another. Warps that load bring it, except the first one.
@@ -35,7 +43,7 @@ class Queries {
     async_copy_wait<0>();
     sync_compute_warps();
   }
-  __device__ __forceinline__ void begin_work_tile() {
+  __device__ __forceinline__ void begin_work_tile(const DecodeParams&, const WorkTile&) {
     if (!is_there_) {
       buffer_.wait_full();
       buffer_.advance();
@@ -51,6 +59,25 @@ class Queries {
   bool is_there_;
 };
 
+// Scores of 16-bit Q and K are products as they are.
+struct NoFactors {
+  __device__ __forceinline__ NoFactors(const DecodeParams&, const WorkTile&, int) {}
+  __device__ __forceinline__ void apply(float (&)[kBlockKeys / 2], u32) const {}
+};
+
+template <bool converts>
+struct OfCodes {
+  using Q = Queries;
+  using Factors = NoFactors;
+};
+template <>
+struct OfCodes<true> {
+  using Q = ConvertedQueries;
+  using Factors = RowFactors;
+};
+using QueriesOfCta = OfCodes<(kConverts != 0)>::Q;
+using ScoreFactors = OfCodes<(kConverts != 0)>::Factors;
+
 // The ring of K and V of a warp group, which other warps fill.
 class Tiles {
  public:
@@ -61,11 +88,21 @@ class Tiles {
     if (kBoxKeys == 0) fence_async_proxy();
     return keys_.address();
   }
-  __device__ __forceinline__ void release_keys() { keys_.release(threadIdx.x % 32 == 0); }
+  __device__ __forceinline__ u32 key_factors() const {
+    return keys_.smem + kLayout.k_factors + keys_.ring.stage() * (kBlockKeys * 4);
+  }
+  __device__ __forceinline__ void release_keys() {
+    if (kConverts) __syncwarp();  // all lanes have read the factors
+    keys_.release(threadIdx.x % 32 == 0);
+  }
   __device__ __forceinline__ u32 values() const {
     values_.wait_full();
     if (kBoxKeys == 0) fence_async_proxy();
     return values_.address();
+  }
+  __device__ __forceinline__ u32 value_factors() const {
+    if (kVFactors) values_.wait_full();
+    return values_.smem + kLayout.v_factors + values_.ring.stage() * (kBlockKeys * 4);
   }
   __device__ __forceinline__ void release_values() { values_.release(threadIdx.x % 32 == 0); }
 
@@ -108,7 +145,7 @@ class Products {
 
   // Computes S of the next tile, and O += P V of the tile before, unless the next tile is the `first` of its work tile.
   __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
-                                         u32 (&P)[kBlockKeys / 4], u32 q) {
+                                         u32 (&P)[kBlockKeys / 4], u32 q, const ScoreFactors& factors) {
     const u32 k = tiles_.keys();
     const u32 v = first ? 0 : tiles_.values();
     if (kAlternates) named_barrier_sync(kAlternate + warpgroup_, 256);
@@ -121,11 +158,13 @@ class Products {
     wgmma_wait<0>();
     register_fence(S);
     register_fence(O);
+    factors.apply(S, tiles_.key_factors());
     tiles_.release_keys();
     if (!first) tiles_.release_values();
   }
   // V of the tile whose S was computed last.
-  __device__ __forceinline__ u32 v() const { return tiles_.values(); }
+  __device__ __forceinline__ ValueTile values() const { return {tiles_.values(), tiles_.value_factors()}; }
+  __device__ __forceinline__ u32 value_factors() const { return tiles_.value_factors(); }
   // Computes O += P V of the last tile.
   __device__ __forceinline__ void finish(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4]) {
     const u32 v = tiles_.values();
@@ -146,7 +185,7 @@ class Products {
 };
 
 // Computes the work tiles of the CTA, if there are `more`.
-__device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, bool more, Queries& queries,
+__device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_tiles, bool more, QueriesOfCta& queries,
                                         const Tiles& tiles) {
   const int warp = uniform(threadIdx.x / 32);
   const int warp_group = warp / kWarpsPerGroup, warp_in_group = warp % kWarpsPerGroup;
@@ -162,8 +201,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
   while (more) {
     const WorkTile& tile = work_tiles.tile;
     saved.save(work_tiles);
-    if (tile.has_keys()) queries.begin_work_tile();
+    if (tile.has_keys()) queries.begin_work_tile(p, tile);
     const TileMask mask(p, tile, warp_in_group);
+    const ScoreFactors factors(p, tile, warp_in_group);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
@@ -171,11 +211,14 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     u32 P[kBlockKeys / 4];
     const auto take_tile = [&](bool first, int key_tile) __attribute__((always_inline)) {
       float S[kBlockKeys / 2];
-      products.scores(first, S, O, P, q);
+      products.scores(first, S, O, P, q, factors);
       const bool masked = mask.cuts(key_tile);
       const HiddenScores<ByRows> hidden = adjust_scores<ByRows>(p, S, mask.rows, key_tile, masked);
-      softmax_step<false>(S, P, O, rows, c);
-      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.v(), saved, sync);
+      if constexpr (kVFactors)
+        scaled_softmax_step(S, P, O, rows, c, products.value_factors());
+      else
+        softmax_step<false>(S, P, O, rows, c);
+      if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.values(), saved, sync);
     };
     int key_tile = tile.begin + warp_group;
     if (key_tile < tile.end) {
@@ -190,6 +233,11 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     work_tiles = saved.load();
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
+    if constexpr (kConverts && kVScales == 0) {
+      const float of_sequence = scale_of_sequence(p.v_scale, tile);
+#pragma unroll
+      for (int i = 0; i < kValueDim / 2; ++i) O[i] *= rows.sum[i / 2 % 2] != 0 ? of_sequence : 1;
+    }
     if constexpr (Schedule::kFragments)
       store_fragments(p, tile, rows, O);
     else if constexpr (kWarpGroups > 1)
@@ -232,10 +280,18 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
   };
   if (warp >= kComputeWarps) {
     if (kMovesRegisters) registers_drop<kLoadRegisters>();
-    const int warp_group = (warp - kComputeWarps) / kTileLoaders;
-    const int tile_warp = (warp - kComputeWarps) % kTileLoaders;
+    const int warp_group = (warp - kComputeWarps) / kGroupLoaders;
+    const int tile_warp = (warp - kComputeWarps) % kGroupLoaders;
     const TileWalk tiles(p, work_tiles, more, warp_group);
     named_barrier_sync(kFirstQuery, kCtaThreads);
+    if constexpr (kConverts) {
+      const LaneLoader load(p, tiles, tile_warp % kTileLoaders);
+      if (tile_warp < kTileLoaders)
+        convert_codes<kOfK>(load, KBuffers(buffers_of(warp_group), 1), kLayout.k_factors);
+      else
+        convert_codes<kOfV>(load, VBuffers(buffers_of(warp_group), 1), kLayout.v_factors);
+      return;
+    }
     if (kBoxKeys == 0)
       load_by_lanes(p, LaneLoader(p, tiles, tile_warp), buffers_of(warp_group));
     else if (tile_warp == 0)
@@ -248,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
   }
   if (kMovesRegisters) registers_raise<kComputeRegisters>();
   if (kAppends) append_rows(p, work_tiles, more);
-  Queries queries(p, work_tiles.tile, more);
+  QueriesOfCta queries(p, work_tiles.tile, more);
   compute(p, work_tiles, more, queries, Tiles(buffers_of(warp / kWarpsPerGroup)));
   if constexpr (Schedule::kCombinesAtEnd) CombineAtEnd<Schedule>::run(p);
 }

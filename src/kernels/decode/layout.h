@@ -57,6 +57,7 @@ struct DecodeTile {
   int heads;             // kv heads that a CTA reads together, a warp for each
   int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, box_keys, k_stages, v_stages;
+  int code_stages, convert_warps;  // of codes on the warpgroup path; warps that convert them, to tiles of f16
 };
 
 // Whether warp groups are made of warpgroups.
@@ -85,7 +86,9 @@ FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece, int h
 
 // Warps of a CTA.
 FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
-  const int load_warps = is_warpgroup_path(tile) || tile.heads > 1 ? int(kLoadWarps) : 0;
+  const int load_warps = tile.convert_warps > 0                       ? tile.convert_warps
+                         : is_warpgroup_path(tile) || tile.heads > 1 ? int(kLoadWarps)
+                                                                     : 0;
   return tile.warp_groups * tile.warps_per_group + load_warps;
 }
 
@@ -111,6 +114,9 @@ struct DecodeLayout {
   int k_bytes, v_bytes;                  // of a stage
   int k, v;                              // [stage], of a warp group
   int scales, scale_bytes;               // [stage], likewise; bytes of a stage
+  int codes, code_bytes;                 // [code stage]: K, V and scales before their conversion; bytes of a stage
+  int coded_v, coded_scales;             // in a stage
+  int k_factors, v_factors;              // [stage][key]: what scales the scores of a key, and its P
   int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together
   int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
   int group_bytes;                       // from one warp group's buffers to the next one's
@@ -132,8 +138,11 @@ struct DecodeLayout {
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   const int rows = rows_of_warp(tile) * tile.warps_per_group;
   DecodeLayout map = {};
-  map.k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece, tile.heads);
-  map.v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece, tile.heads);
+  const bool converts = tile.convert_warps > 0;
+  const int stored_k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece, tile.heads);
+  const int stored_v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece, tile.heads);
+  map.k_bytes = converts ? tile_bytes(tile.types.k, tile.head_dim, tile.block_keys, 0, 1) : stored_k_bytes;
+  map.v_bytes = converts ? tile_bytes(tile.types.v, tile.value_dim, tile.block_keys, 0, 1) : stored_v_bytes;
   map.k = 0;
   // Boxes begin where swizzles of eight of their rows do.
   const int lines = is_warpgroup_path(tile) || tile.box_keys == 0 || tile.heads > 1
@@ -144,6 +153,17 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.scales = map.v + tile.v_stages * map.v_bytes;
   map.scale_bytes = tile.scale_words * tile.block_keys * 4;
   map.k_full = map.scales + tile.k_stages * map.scale_bytes;
+  if (converts) {
+    map.codes = map.scales;
+    map.coded_v = stored_k_bytes;
+    map.coded_scales = stored_k_bytes + stored_v_bytes;
+    map.code_bytes = (map.coded_scales + map.scale_bytes + 127) / 128 * 128;
+    map.k_factors = map.codes + tile.code_stages * map.code_bytes;
+    const bool has_factors = tile.scale_words > 0 || is_block(tile.stored.k) || is_block(tile.stored.v);
+    const int factor_bytes = has_factors ? tile.block_keys * 4 : 0;
+    map.v_factors = map.k_factors + tile.k_stages * factor_bytes;
+    map.k_full = (map.v_factors + tile.v_stages * factor_bytes + 1023) / 1024 * 1024;
+  }
   map.k_empty = map.k_full + 8 * tile.k_stages;
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
@@ -152,13 +172,15 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.group_bytes = has_barriers ? map.k_full + 1024 : (map.k_full + lines - 1) / lines * lines;
   map.q = (tile.heads > 1 ? 1 : tile.warp_groups) * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 || tile.heads > 1 ? tile.tile_rows : 0;
-  map.q_full = map.q + panels_of(tile.types.q, query_columns(tile.stored.k, tile.head_dim)) * rows * kPanelRowBytes;
+  const int q_columns = converts ? tile.head_dim : query_columns(tile.stored.k, tile.head_dim);
+  map.q_full = map.q + panels_of(tile.types.q, q_columns) * rows * kPanelRowBytes;
   map.q_empty = map.q_full + 8;
   map.exchange = map.q_full + 16;
   map.stats = map.exchange + tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;
   map.totals = map.stats + tile.warp_groups * exchanged_rows * 8;
   map.q_factors = map.totals + exchanged_rows * 8;
-  map.work_tiles = map.q_factors + (is_code(tile.stored.k) ? rows * 4 : 0);
+  map.work_tiles = map.q_factors + (is_code(tile.stored.k) && !converts ? rows * 4 : 0);
+  if (converts) map.q_factors = map.k_full + 512;  // 1024 bytes have barriers, and room for 128 rows
   map.tile_full = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
   const bool of_boxes = tile.box_keys > 0 && tile.heads == 1 && !is_warpgroup_path(tile);
   const int barriers = of_boxes ? tile.warp_groups * tile.k_stages : 0;

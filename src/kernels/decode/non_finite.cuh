@@ -3,13 +3,20 @@
 #pragma once
 #include "decode/scores.cuh"
 
+// V of a tile in shared memory, and the factors of its keys where these come of codes (kVFactors).
+enum : int { kVFactors = kConverts && kVScales > 0 };
+struct ValueTile {
+  u32 v, factors = 0;
+};
+
 // Adds NaN and infinity of V to O in the rows that see their key, and replaces them by 0 in shared memory for the
 // product. `sync` is a barrier of the warp group, which shares the tile.
 template <class Sync>
 __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
-                                               const HiddenScores<ByRows>& hidden, int key_tile, u32 v, Sync sync) {
+                                               const HiddenScores<ByRows>& hidden, int key_tile,
+                                               const ValueTile& values, Sync sync) {
   const auto pair_at = [&](int key, int column) {
-    return v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
+    return values.v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
   };
   sync();
 #pragma unroll 1
@@ -18,8 +25,9 @@ __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; i += 4) {
       const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
-      const float x[2] = {ElementV::is_finite(pair) ? 0 : ElementV::low(pair),
-                          ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair)};
+      const float factor = kVFactors ? __int_as_float(load_shared(values.factors + 4 * key)) : 1;
+      const float x[2] = {ElementV::is_finite(pair) ? 0 : ElementV::low(pair) * factor,
+                          ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair) * factor};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (seen[j / 2]) O[i + j] += x[j % 2];
@@ -63,7 +71,8 @@ __device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyR
 template <class Sync>
 __device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2],
                                                       const TileMask& mask, const HiddenScores<ByRows>& hidden,
-                                                      int key_tile, u32 v, const SavedWorkTiles& saved, Sync sync) {
-  if (hides_non_finite(v, key_tile, mask.seen_by_all, saved.keys()))
-    add_non_finite(p, O, mask.rows, hidden, key_tile, v, sync);
+                                                      int key_tile, const ValueTile& values,
+                                                      const SavedWorkTiles& saved, Sync sync) {
+  if (hides_non_finite(values.v, key_tile, mask.seen_by_all, saved.keys()))
+    add_non_finite(p, O, mask.rows, hidden, key_tile, values, sync);
 }

@@ -20,6 +20,8 @@
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
+//   kCodeStages     buffers of a warp group, of the codes of kBlockKeys keys, on the warpgroup path; else 0
+//   kConvertWarps   warps of a CTA that convert these; else 0
 //   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path and of codes; 0: lanes copy rows
 //   kResidents      CTAs of an SM
 //   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br; of all of kHeads

@@ -254,6 +254,41 @@ TEST(DecodePlan, CodesComeInBoxes) {
   EXPECT_EQ(boxed(DType::kInt8, 128, 1), boxed(DType::kInt8, 128, 8));
 }
 
+// With more rows than a warp has warps convert codes for warpgroups, more of them where that takes
+// long. Few rows of wide heads stay on the warp path, if that converts fast, and so do caches of
+// codes and floats.
+TEST(DecodePlan, CodesOfManyRowsAreConverted) {
+  const auto plan_of_codes = [](DType codes_k, DType codes_v, int64_t d, int64_t sq) {
+    test::ForwardCall call =
+        test::forward_call({.batch = 4, .sq = sq, .sk = 8192, .hq = 8, .hk = 2, .d = d});
+    call.args.k = Tensor::contiguous(nullptr, codes_k, {4, 8192, 2, d}, call.args.q.device);
+    call.args.v = Tensor::contiguous(nullptr, codes_v, {4, 8192, 2, d}, call.args.q.device);
+    std::set<std::tuple<bool, int, int, int>> tiles;
+    for (const DecodePlan& plan : decode_plans(make_problem(call.args, call.options), Card{})) {
+      EXPECT_LE(plan.shared_bytes, Card{}.shared_bytes);
+      EXPECT_EQ(plan.code_stages >= 2, plan.convert_warps > 0);
+      tiles.insert({plan.warpgroup_path(), plan.block_rows(), plan.block_keys, plan.convert_warps});
+    }
+    EXPECT_EQ(tiles.size(), 1u);
+    return *tiles.begin();
+  };
+  using Tile = std::tuple<bool, int, int, int>;
+  const auto of = [&](DType codes, int64_t d, int64_t sq) {
+    return plan_of_codes(codes, codes, d, sq);
+  };
+  EXPECT_FALSE(std::get<0>(of(DType::kE4M3, 128, 4)));
+  EXPECT_EQ(of(DType::kE4M3, 128, 5), (Tile{true, 64, 64, 4}));
+  EXPECT_EQ(of(DType::kInt8, 128, 16), (Tile{true, 64, 64, 8}));
+  EXPECT_EQ(of(DType::kQ8_0, 64, 16), (Tile{true, 64, 64, 8}));
+  EXPECT_EQ(of(DType::kE4M3, 128, 32), (Tile{true, 128, 128, 4}));
+  EXPECT_EQ(of(DType::kQ8_0, 128, 32), (Tile{true, 128, 64, 4}));  // registers
+  EXPECT_EQ(of(DType::kQ8_0, 64, 32), (Tile{true, 128, 128, 4}));
+  EXPECT_EQ(of(DType::kE4M3, 256, 8), (Tile{false, 32, 32, 0}));
+  EXPECT_EQ(of(DType::kE4M3, 256, 32), (Tile{true, 64, 32, 4}));
+  EXPECT_EQ(of(DType::kQ4_0, 256, 8), (Tile{true, 64, 32, 8}));
+  EXPECT_FALSE(std::get<0>(plan_of_codes(DType::kE4M3, DType::kBF16, 128, 16)));
+}
+
 // Shared memory has room for enough stages of tiles of many rows to keep loads of K and V in
 // flight.
 TEST(DecodePlan, ManyRowsHaveSixBuffers) {

@@ -39,6 +39,20 @@ __device__ __forceinline__ float query_descale(const DecodeParams& p, const Work
   return nan_unless_finite(scale_at(t, tile.batch * t.batch + of_row));
 }
 
+// What a row of Q is divided by, the power of 2 that makes its max 2^14 or more, and the inverse of that. `max_bits`:
+// those of the max.
+struct RowExponent {
+  float factor, inverse;
+
+  __device__ __forceinline__ explicit RowExponent(u32 max_bits) {
+    // The exponent of the max with the bias of f32. Rows divided by `factor` keep an exponent of 14.
+    const int f32_exponent = QueryNumber::kType == kBF16 ? int(max_bits >> 7) : int(max_bits >> 10) + 112;
+    const int exponent = min(max(f32_exponent, 15), 254);
+    factor = __int_as_float((exponent - 14) << 23);
+    inverse = __int_as_float((268 - exponent) << 23);
+  }
+};
+
 // Rewrites the Q of a block of rows, which lies in shared memory as in memory, in that order and as f16. Each row is
 // divided by the power of 2 that makes its max 2^14 or more. That factor, times the descale of the row, goes to
 // kLayout.q_factors. `pairs_before` is a function of a kv head of the CTA. All threads that compute call this between
@@ -70,15 +84,13 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, const Wor
     }
 #pragma unroll
     for (int step = 1; step < 32; step *= 2) row_max = max(row_max, __shfl_xor_sync(0xffffffff, row_max, step));
-    // The exponent of the max with the bias of f32. Rows divided by `factor` keep an exponent of 14.
-    const int f32_exponent = QueryNumber::kType == kBF16 ? int(row_max >> 7) : int(row_max >> 10) + 112;
-    const int exponent = min(max(f32_exponent, 15), 254);
-    const float factor = __int_as_float((exponent - 14) << 23), inverse = __int_as_float((268 - exponent) << 23);
+    const RowExponent exponent(row_max);
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
       // Codes come multiplied by powers of 2 that depend on their number in a word.
       const float code_factor = CodesOfK::scale(code_place(lane + 32 * i).number) / CodesOfK::scale(0);
-      x[i] = Half::pack(QueryNumber::to_float(static_cast<unsigned short>(x[i])) * (inverse * code_factor), 0) & 0xffff;
+      const float number = QueryNumber::to_float(static_cast<unsigned short>(x[i]));
+      x[i] = Half::pack(number * (exponent.inverse * code_factor), 0) & 0xffff;
     }
     __syncwarp();
     if constexpr (is_block(StoredK::kType)) {  // columns that meet scales, or codes of another block, are 0
@@ -89,6 +101,6 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, const Wor
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i)
       if (lane + 32 * i < kHeadDim) store_shared_u16(place(row, query_column(lane + 32 * i, pairs)), x[i]);
-    if (lane == 0) reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = factor * descale;
+    if (lane == 0) reinterpret_cast<float*>(raw + kLayout.q_factors)[row] = exponent.factor * descale;
   }
 }

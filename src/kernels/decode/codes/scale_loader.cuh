@@ -18,8 +18,13 @@ class ScaleLoader : public LaneKeys {
     if (kScalesOfKey > 0 && tiles_.begins_work_tile()) find_scales();
   }
 
-  // Starts the copies of the scales of this lane's keys of the tile, zeros where keys do not exist. A scale of f16
-  // comes with the word of 4 bytes that has it. Returns a bit for each key and tensor whose scale is the upper half.
+  // The first key of a tile that this warp loads.
+  __device__ __forceinline__ int first_key() const { return row_ / kRowsOfLoader * kKeysOfLoader; }
+
+  // Starts the copies of the scales of this lane's keys of the tile, of K, of V or of both, zeros where keys do not
+  // exist. A scale of f16 comes with the word of 4 bytes that has it. Returns a bit for each key and tensor whose scale
+  // is the upper half.
+  template <bool of_k = true, bool of_v = true>
   __device__ __forceinline__ u32 copy_scales(u32 to) const {
     const DecodeSequence& s = tiles_.work_tile().sequence;
     u32 halves = 0;
@@ -31,10 +36,12 @@ class ScaleLoader : public LaneKeys {
       const u32 entry = there && kPage > 0 ? scale_ids_[i] : 0;
       const u32 row = !there ? 0 : kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
       const KeyInMemory from = {scale_key(i), there, entry, row};
-      halves |= (copy_scales_of<kOfK>(p_.k_scale, from, to) | copy_scales_of<kOfV>(p_.v_scale, from, to) |
-                 copy_scales_of<kZeroOfK>(p_.k_zero_point, from, to) |
-                 copy_scales_of<kZeroOfV>(p_.v_zero_point, from, to))
-                << 4 * i;
+      u32 of_key = 0;
+      if constexpr (of_k)
+        of_key |= copy_scales_of<kOfK>(p_.k_scale, from, to) | copy_scales_of<kZeroOfK>(p_.k_zero_point, from, to);
+      if constexpr (of_v)
+        of_key |= copy_scales_of<kOfV>(p_.v_scale, from, to) | copy_scales_of<kZeroOfV>(p_.v_zero_point, from, to);
+      halves |= of_key << 4 * i;
     }
     return halves;
   }

@@ -86,17 +86,26 @@ __device__ __forceinline__ float scale_of_sequence(const CodeScales& t, const Wo
   return scale_at(t, tile.batch * t.batch + head * t.head);
 }
 
-// The max of a key's scales of V, within the exponents that P may have. With several groups of columns NaN and infinity
-// do not count, so that they change no columns but their own.
-__device__ __forceinline__ float max_v_scale_of_key(u32 scales, int key) {
-  const ScalesOfKey<kOfV> v(scales, key);
+// The max of a key's scales. With several groups of columns NaN and infinity do not count, so that they change no
+// columns but their own.
+template <int tensor>
+__device__ __forceinline__ float max_scale_of_key(u32 scales, int key) {
+  constexpr int kCount = scale_count(tensor);
+  const ScalesOfKey<tensor> of_key(scales, key);
   float max_scale = 0;
 #pragma unroll
-  for (int group = 0; group < kVScales; ++group) {
-    const float scale = fabsf(v[group]);
-    max_scale = fmaxf(max_scale, kVScales == 1 || scale < infinity() ? scale : 0);
+  for (int group = 0; group < kCount; ++group) {
+    const float scale = fabsf(of_key[group]);
+    max_scale = fmaxf(max_scale, kCount == 1 || scale < infinity() ? scale : 0);
   }
-  return fminf(fmaxf(max_scale, 0x1p-90f), 0x1p104f);
+  return max_scale;
+}
+
+// A scale of V within the exponents that P may have.
+__device__ __forceinline__ float within_exponents_of_p(float scale) { return fminf(fmaxf(scale, 0x1p-90f), 0x1p104f); }
+
+__device__ __forceinline__ float max_v_scale_of_key(u32 scales, int key) {
+  return within_exponents_of_p(max_scale_of_key<kOfV>(scales, key));
 }
 
 // The max over the keys of a tile.

@@ -9,28 +9,6 @@
 #include "device/mma_sync.cuh"
 #include "decode/codes/rows.cuh"
 
-// The chunks of K or V in shared memory.
-template <int tensor>
-struct CodeChunks {
-  static constexpr Element kType = stored_type(tensor);
-  using CodesOf = Codes<kType>;
-  enum : int {
-    kColumns = columns_of(tensor),
-    kIsBlocks = is_block(kType),
-    kRowBytes = tensor == kOfK ? kKRowBytes : kVRowBytes,  // of a panel
-    kPanelChunks = kRowBytes / 16,
-    kPitch = kHeads > 1 ? int(RowsOfHeads<tensor>::kPitch) : int(BlockRows<tensor>::kStride),
-    kCount = kIsBlocks ? chunks_of_blocks(kType, kColumns) : kColumns / (8 * CodesOf::kCodesPerHalf),
-  };
-  // The place of a chunk of a key, in the tile at `rows`.
-  static __device__ __forceinline__ u32 place(u32 rows, u32 key, int chunk) {
-    if constexpr (kIsBlocks || kHeads > 1) return rows + key * kPitch + 16 * chunk;
-    // Rows begin at multiples of their bytes, so that XOR with the chunk is the swizzle.
-    return ((rows + chunk_place<kRowBytes>(key, 0)) ^ 16 * (chunk % kPanelChunks)) +
-           chunk / kPanelChunks * (kBlockKeys * kRowBytes);
-  }
-};
-
 // The steps of K or V.
 template <int tensor>
 struct CodeSteps {

@@ -16,6 +16,14 @@ class LaneLoader : public CodeLoader {
   }
 
   // Starts the copies of this lane's part of the tile.
+  template <int tensor>
+  __device__ __forceinline__ void copy(u32 to) const {
+    const bool all = whole();
+    if (tensor == kOfK && all) copy_keys<true>(to);
+    if (tensor == kOfK && !all) copy_keys<false>(to);
+    if (tensor == kOfV && all) copy_values<true>(to);
+    if (tensor == kOfV && !all) copy_values<false>(to);
+  }
   template <bool whole>
   __device__ __forceinline__ void copy_keys(u32 to) const {
     if constexpr (is_block(StoredK::kType))

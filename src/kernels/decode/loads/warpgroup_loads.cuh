@@ -9,8 +9,8 @@
 enum : int {
   // Warps that load Q, among those that load for warp group 0: two with nothing else to do, if there are four in all.
   kQueryWarps = kBoxKeys == 0 ? int(kTileLoaders) : kTileLoaders == 4 ? 2 : 1,
-  // Arrivals that fill a buffer: of the lane that requests boxes, or of every lane that copies.
-  kFills = kBoxKeys > 0 ? 1 : 32 * kTileLoaders,
+  // Arrivals that fill a buffer: of the lane that requests boxes, of every lane that copies, or of warps that convert.
+  kFills = kBoxKeys > 0 ? 1 : (kConverts ? 1 : 32) * kTileLoaders,
 };
 
 using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
@@ -18,14 +18,15 @@ using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;
 using KBuffers = Buffers<kLayout.k, kLayout.k_bytes, kLayout.k_full, kLayout.k_empty, kKStages>;
 using VBuffers = Buffers<kLayout.v, kLayout.v_bytes, kLayout.v_full, kLayout.v_empty, kVStages>;
 
-// Copies Q of a work tile by `threads` threads, of which this is number `thread`. Rows and columns that do not exist
-// become zeros.
-template <int threads>
-__device__ __forceinline__ void copy_query(const DecodeParams& p, const WorkTile& tile, int thread) {
+// Copies `rows` rows of Q of a work tile, from row `first` on, by `threads` threads, of which this is number `thread`.
+// Rows and columns that do not exist become zeros.
+template <int threads, int rows = kBlockRows>
+__device__ __forceinline__ void copy_query(const DecodeParams& p, const WorkTile& tile, int thread, int first = 0) {
 #pragma unroll 4
-  for (int at = thread; at < kBlockRows * kQueryChunks; at += threads) {
+  for (int i = thread; i < rows * kQueryChunks; i += threads) {
+    const int at = first * kQueryChunks + i;
     const QueryChunk chunk = query_chunk(p, tile, at);
-    if (kQWhole)
+    if (kQWhole && !kCodesQ)
       async_copy16(u32(__cvta_generic_to_shared(raw + query_place(at))), chunk.from, chunk.count > 0 ? 16 : 0);
     else
       *reinterpret_cast<uint4*>(raw + query_place(at)) = chunk.load();

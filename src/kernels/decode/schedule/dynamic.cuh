@@ -131,7 +131,7 @@ class Dynamic {
     kRequestTiles = 2 * kAnswerTiles,
     // The minimum of tiles in a split: loads run ahead of the products, but never beyond the next split. All tiles of
     // the last chunk except one may lie after the keys.
-    kMinTiles = kWarpGroups * (max_of(kKStages, kAnswerTiles) + 1),
+    kMinTiles = kWarpGroups * (max_of(kKStages + kCodeStages, kAnswerTiles) + 1),
     kMinChunks = ((kMinTiles - 1) * kBlockKeys + kKeysPerChunk - 1) / kKeysPerChunk + 1,
   };
   static_assert(kDynamicSequences <= 256);  // a byte of an entry of the table

@@ -1,0 +1,250 @@
+// Codes on the warpgroup path: a warp that loads copies the codes and scales of its keys of K or V to a ring of its
+// own, some tiles ahead, and converts them to the tiles of f16 that wgmma reads, up to 32 keys at a time. A lane
+// converts a key or a part of its columns; eight successive lanes have successive keys, which share no banks.
+//
+// Where a key has one scale, this becomes a factor of its scores, or of its P. Where it has several, they multiply the
+// numbers, divided by a power of 2 that the largest of them is below, and that is the factor.
+#pragma once
+#include "decode/codes/natural_numbers.cuh"
+#include "decode/loads/warpgroup_loads.cuh"
+
+// What a lane converts of a key: its columns, or a part of these where they are many or keys fewer than lanes.
+template <int tensor>
+class KeyPart {
+ public:
+  using Chunks = CodeChunks<tensor>;
+  static constexpr Element kType = Chunks::kType;
+  using Numbers = NaturalNumbers<kType>;
+  enum : int {
+    kWarpKeys = LaneLoader::kKeysOfLoader,
+    kLanes = max_of(32 / min_of(kWarpKeys, 32), columns_of(tensor) > 128 ? 4 : 1),  // that have a key
+    kKeys = 32 / kLanes,                                      // that a warp converts at a time
+    kRounds = kWarpKeys / kKeys,
+    kColumns = kLanes == 1 ? int(columns_of(tensor)) : columns_of(tensor) > 32 * kLanes ? 64 : 32,
+    kParts = (columns_of(tensor) + kColumns - 1) / kColumns,  // the last one may have fewer columns
+    kPieces = kColumns / Numbers::kColumns,                   // of 16 bytes of codes
+    kWholeParts = columns_of(tensor) % kColumns == 0,
+    kGroups = scale_count(tensor),
+    kZero = tensor == kOfK ? kZeroOfK : kZeroOfV,
+    kScales = kGroups > 1,
+    kZeroPoints = scale_count(kZero) > 0,
+  };
+  static_assert(columns_of(tensor) % Numbers::kColumns == 0 && kParts <= kLanes);
+
+  // Loads the codes, scales and zero points of number `key` of the tile.
+  __device__ __forceinline__ void load(u32 codes, u32 scales, int key, int part) {
+    part = min(part, kParts - 1);
+    load_codes(codes, key, part);
+    if constexpr (kScales) {
+      max_scale_ = max_scale_of_key<tensor>(scales, key);
+#pragma unroll
+      for (int i = 0; i < kPartGroups; ++i) {
+        scales_[i] = load_scale<tensor>(scales, key, group(part, i));
+        if (kZeroPoints) zero_points_[i] = load_scale<kZero>(scales, key, group(part, i));
+      }
+    } else {
+      if constexpr (kGroups == 1) max_scale_ = load_scale<tensor>(scales, key, 0);
+      if constexpr (kZeroPoints) zero_points_[0] = load_scale<kZero>(scales, key, 0);
+    }
+  }
+  // Stores the numbers and the factor.
+  __device__ __forceinline__ void convert(u32 numbers, u32 factors, int key, int part) {
+    float factor = max_scale_, inverse = 1;
+    if constexpr (kScales) {
+      // 2^(e + 1) where 2^e is the exponent of the largest scale.
+      const int exponent = (__float_as_int(within_exponents_of_p(max_scale_)) >> 23) + 1;
+      factor = __int_as_float(exponent << 23);
+      inverse = __int_as_float((254 - exponent) << 23);
+    }
+    // Where there are more lanes than parts, the last ones have none.
+    const int columns = kParts == kLanes && kWholeParts ? int(kColumns) : columns_of(tensor) - part * kColumns;
+    // Parts are multiples of 32 columns, which are half of a panel.
+    const int half = part * (kColumns / 32);
+    const u32 row = (numbers + swizzled(key, 0) ^ half % 2 * 64) + half / 2 * kPanelBytes;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      u32 codes[4], x[Numbers::kWords];
+      piece(i, part, codes);
+      Numbers::convert(codes, x);
+      constexpr int kColumnsOfPiece = Numbers::kColumns;
+      const int of_part = i * kColumnsOfPiece / kScaleColumns;
+      if constexpr (kZeroPoints) {
+        const u32 zero_point = Half::pack(-zero_points_[of_part], -zero_points_[of_part]);
+#pragma unroll
+        for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::add(x[j], zero_point);
+      }
+      if constexpr (kScales) {
+        const float scaled = inverse * scales_[of_part];
+        const u32 scale = Half::pack(scaled, scaled);
+#pragma unroll
+        for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::multiply(x[j], scale);
+      }
+#pragma unroll
+      for (int j = 0; j < Numbers::kWords; j += 4) {
+        const int column = i * kColumnsOfPiece + 2 * j;
+        if (column < columns) store_shared16((row ^ column % 64 / 8 * 16) + column / 64 * kPanelBytes, x + j);
+      }
+    }
+    // P is 0 at a hidden key, whose factor must be a number. What V is then is NaN or infinite.
+    if (tensor == kOfV && kGroups == 1 && !(fabsf(factor) < infinity())) {
+#pragma unroll 1
+      for (int column = 0; column < min(columns, int(kColumns)); column += 2) {
+        const u32 at = (row ^ column % 64 / 8 * 16) + column / 64 * kPanelBytes + column % 8 * 2;
+        store_shared(at, int(Half::multiply(load_shared(at), Half::pack(factor, factor))));
+      }
+      factor = 1;
+    }
+    if (kGroups > 0 && part == 0) store_shared(factors + 4 * key, __float_as_int(factor));
+  }
+
+ private:
+  enum : int {
+    kGroupColumns = columns_of(tensor) / max_of(kGroups, 1),
+    // Columns of a part that surely have one scale.
+    kScaleColumns = kGroups <= 1 || kGroupColumns % kColumns == 0 ? int(kColumns)
+                    : kColumns % kGroupColumns == 0               ? int(kGroupColumns)
+                                                                  : int(Numbers::kColumns),
+    kPartGroups = kColumns / kScaleColumns,
+    kBlockBytes = Chunks::kIsBlocks ? block_bytes(kType) : kBlockColumns * bits_of(kType) / 8,  // of 32 columns
+    kPartBytes = kColumns / kBlockColumns * kBlockBytes,
+    kLoadBytes = kParts == 1 || kPartBytes % 16 == 0 ? 16 : 4,  // that begin at a multiple of them in each part
+    kWords = Chunks::kIsBlocks ? (kPartBytes + kLoadBytes - 1) / kLoadBytes * (kLoadBytes / 4) : 4 * kPieces,
+  };
+
+  static __device__ __forceinline__ int group(int part, int i) {
+    if (kParts == 1) return i * kScaleColumns / kGroupColumns;
+    return min((part * kColumns + i * kScaleColumns) / kGroupColumns, kGroups - 1);
+  }
+  __device__ __forceinline__ void load_codes(u32 codes, int key, int part) {
+    if constexpr (Chunks::kIsBlocks) {
+      // The padding after a row takes what the last load reads too much.
+      const u32 begin = codes + key * Chunks::kPitch + part * kPartBytes / 4 * 4;
+#pragma unroll
+      for (int i = 0; i < kWords; i += kLoadBytes / 4) {
+        const u32 end_of_row = codes + (key + 1) * Chunks::kPitch;
+        const u32 at = kWholeParts ? begin + 4 * i : min(begin + 4 * i, end_of_row - kLoadBytes);
+        load_shared_words<kLoadBytes / 4>(at, words_ + i);
+      }
+    } else {
+      constexpr int kOfRow = Chunks::kPanelChunks;
+      const int first = part * kPieces;
+      const u32 row = codes + chunk_place<Chunks::kRowBytes>(key, 0);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        const int chunk = kParts == 1 ? i : min(first + i, columns_of(tensor) / Numbers::kColumns - 1);
+        const int panel = chunk / kOfRow * (kBlockKeys * Chunks::kRowBytes);
+        load_shared16((row ^ 16 * (chunk % kOfRow)) + panel, words_ + 4 * i);
+      }
+    }
+  }
+  // The i-th 16 bytes of codes. Blocks lie at any multiple of 2 bytes.
+  __device__ __forceinline__ void piece(int i, int part, u32 (&codes)[4]) const {
+    if constexpr (Chunks::kIsBlocks) {
+      constexpr int kOfBlock = bits_of(kType) / 4;
+      const int begin = i / kOfBlock * kBlockBytes + 2 + i % kOfBlock * 16;
+      const int odd = kPartBytes % 4 == 0 ? 0 : part % 2 * 2;
+      const u32 selector = 0x3210 + 0x1111 * (begin % 4 + odd);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        codes[j] = kPartBytes % 4 == 0 && begin % 4 == 0
+                       ? words_[begin / 4 + j]
+                       : __byte_perm(words_[begin / 4 + j], words_[min(begin / 4 + j + 1, kWords - 1)], selector);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) codes[j] = words_[4 * i + j];
+    }
+  }
+
+  u32 words_[kWords];
+  float max_scale_ = 1, scales_[kPartGroups], zero_points_[kPartGroups];
+};
+
+// The ring of codes of a warp: its keys of K or of V, as many tiles ahead as there are stages.
+template <int tensor>
+class CodesRing {
+ public:
+  __device__ __forceinline__ CodesRing(const LaneLoader& load, u32 buffers)
+      : load_(load), codes_(buffers + kLayout.codes) {
+#pragma unroll 1
+    for (int i = 0; i < kCodeStages; ++i) start();
+  }
+
+  // Whether there is a tile to convert.
+  __device__ __forceinline__ bool more() const { return tiles_ > 0; }
+  // Waits for the next tile.
+  __device__ __forceinline__ void wait() const {
+    async_copy_wait<kCodeStages - 1>();
+    if constexpr (kHalfScales) load_.take_lower_halves(u32(upper_halves_ >> kHalfBits * (kCodeStages - 1)), scales());
+    __syncwarp();
+    if constexpr (BlockRows<tensor>::kPiece == 2) {
+      load_.align_rows<tensor>(codes());
+      __syncwarp();
+    }
+  }
+  // Loads the lane's part of a key of this tile.
+  __device__ __forceinline__ void load(KeyPart<tensor>& to, int key, int part) const {
+    to.load(codes(), scales_in_rows(tensor) ? codes() : scales(), key, part);
+  }
+  // Starts the copies of another tile in place of this one, which has been loaded.
+  __device__ __forceinline__ void next() {
+    __syncwarp();
+    --tiles_;
+    start();
+  }
+
+ private:
+  enum : int {
+    kHalfBits = LaneLoader::kHalfBits,
+    kHalfScales = kKScaleType == kF16 || kVScaleType == kF16 || kKZeroPointType == kF16 || kVZeroPointType == kF16,
+  };
+  static_assert(kHalfBits * kCodeStages <= 64);
+
+  __device__ __forceinline__ u32 codes() const {
+    return codes_ + stage_ * kLayout.code_bytes + (tensor == kOfV ? kLayout.coded_v : 0);
+  }
+  __device__ __forceinline__ u32 scales() const {
+    return codes_ + stage_ * kLayout.code_bytes + kLayout.coded_scales;
+  }
+  __device__ __forceinline__ void start() {
+    upper_halves_ <<= kHalfBits;
+    if (load_.more()) {
+      if constexpr (kLayout.scale_bytes > 0)
+        upper_halves_ |= load_.copy_scales<tensor == kOfK, tensor == kOfV>(scales());
+      load_.copy<tensor>(codes());
+      load_.next();
+      ++tiles_;
+    }
+    async_copy_commit();
+    if (++stage_ == kCodeStages) stage_ = 0;
+  }
+
+  LaneLoader load_;
+  u32 codes_;
+  int stage_ = 0;  // of the next tile to convert, whose place the next tile to load takes
+  int tiles_ = 0;  // in flight
+  unsigned long long upper_halves_ = 0;  // what copy_scales returned for these, the last one in the lowest bits
+};
+
+// Loads and converts K or V of a warp group.
+template <int tensor, class To>
+__device__ __forceinline__ void convert_codes(const LaneLoader& load, To to, u32 factors) {
+  using Part = KeyPart<tensor>;
+  CodesRing<tensor> codes(load, to.smem);
+  const int lane = threadIdx.x % 32, part = lane / Part::kKeys;
+#pragma unroll 1
+  while (codes.more()) {
+    codes.wait();
+#pragma unroll 1
+    for (int round = 0; round < Part::kRounds; ++round) {
+      const int key = load.first_key() + round * Part::kKeys + lane % Part::kKeys;
+      Part of_key;
+      codes.load(of_key, key, part);
+      if (round == Part::kRounds - 1) codes.next();
+      if (round == 0) to.wait_empty();
+      of_key.convert(to.address(), to.smem + factors + to.ring.stage() * (kBlockKeys * 4), key, part);
+    }
+    __syncwarp();
+    mbarrier_arrive_if(to.full(), threadIdx.x % 32 == 0);  // the warpgroups fence what they read for wgmma
+    to.advance();
+  }
+}
