@@ -1,6 +1,7 @@
 // What becomes of a strip's products between Q K^T and the softmax: descales, softcap, ALiBi, score_mod and bias, then
-// -inf for the scores of masked keys.
+// -inf for the scores of masked keys; and which entries of P dropout keeps.
 #pragma once
+#include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "sm90/forward/bias_words.cuh"
 #include "sm90/forward/mask_words.cuh"
@@ -86,3 +87,12 @@ struct StripScores {
     if (masked_by & kMaskedByBounds) hide_keys<true>(S, visible, first_key());
   }
 };
+
+// Dropout of a tile of P, decided while its products run. `dropout_key`: where the key of Philox lies in shared memory.
+// `view`: where the View of the strip does.
+__device__ __forceinline__ Kept<kBlockKeys> kept_of_tile(const ForwardParams& p, u32 dropout_key, u32 view,
+                                                         int key_tile) {
+  const Place at = load_place(view);
+  return kept_scores<kBlockKeys>(p, dropout_key, dropout_head(p, at.batch, at.head), at.row + warp_row(),
+                                 key_tile * kBlockKeys);
+}
