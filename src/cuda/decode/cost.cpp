@@ -10,19 +10,20 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-// Measured on an H100 (notes/decode_cost.md) in cycles of 1755 MHz, except kDecodeShare and
-// kSmCodes, which were measured on an H200. Rates are in bytes or flops per cycle. Of two numbers
-// the first one is the warp path's and the second one the warpgroup path's.
+// Measured on an H100 (notes/decode_cost.md) in cycles of 1755 MHz, except kDecodeShare, kSmCodes
+// and kCodeSlicesLoss, which were measured on an H200. Rates are in bytes or flops per cycle. Of
+// two numbers the first one is the warp path's and the second one the warpgroup path's.
 
 // Reading.
 constexpr double kDecodeShare = 0.917;  ///< of the bandwidth of memory, with all SMs
 constexpr double kIdleLoss = 0.14;      ///< of that share, where kIdleSms SMs or more have no CTA
 constexpr double kIdleSms = 21;
-constexpr double kSlicesLoss = 0.02;    ///< of it, where CTAs read different heads and sequences
-constexpr double kSmBytes = 41;         ///< that one SM reads
-constexpr double kProductFlops = 3420;  ///< of one SM, by wgmma
-constexpr double kWarpProducts = 0.5;   ///< of the rate of mma.sync, where loads wait for products
-constexpr double kSmCodes = 9;          ///< that one SM converts, for wgmma
+constexpr double kSlicesLoss = 0.02;      ///< of it, where CTAs read different heads and sequences
+constexpr double kCodeSlicesLoss = 0.15;  ///< of the time, where such CTAs convert codes
+constexpr double kSmBytes = 41;           ///< that one SM reads
+constexpr double kProductFlops = 3420;    ///< of one SM, by wgmma
+constexpr double kWarpProducts = 0.5;  ///< of the rate of mma.sync, where loads wait for products
+constexpr double kSmCodes = 9;         ///< that one SM converts, for wgmma
 // A work tile.
 constexpr double kStart[] = {0, 3400};        ///< before the first one, beyond any launch's
 constexpr double kNextTile[] = {1350, 1520};  ///< between two of them
@@ -151,7 +152,10 @@ class DecodeCost {
                             (division.slices ? 1 + kSlicesLoss : 1);
       const double sm =
           plan_.residents * std::max(key_bytes_ / kSmBytes, product_cycles() / blocks_);
-      cycles += chunk_keys * (division.ctas[i].chunks - next) * std::max(memory, sm);
+      // Rows of codes and scales of one head are no whole sectors of memory. Those of the other
+      // heads are still in L2 where CTAs read heads of the same sequences at the same time.
+      const double loss = division.slices && plan_.convert_warps > 0 ? kCodeSlicesLoss : 0;
+      cycles += chunk_keys * (division.ctas[i].chunks - next) * std::max(memory, sm) * (1 + loss);
     }
     return cycles;
   }

@@ -290,11 +290,13 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (common.has_codes()) {
     // Of more than 16 rows, warps that load convert codes of both K and V, for as many rows as 128
     // where registers suffice: up to 128 columns. Few rows of wide heads meet codes of 8 bits with
-    // one scale faster on the warp path.
+    // one scale faster on the warp path, and so do those of narrow heads blocks of q8_0.
     const bool converts = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
     const bool simple = code_bits(common) >= 8 * (common.head_dim + common.value_dim) &&
                         std::max(common.k_scales, common.v_scales) <= 1;
-    if (rows > 16 && (!converts || (rows <= 32 && dim > 128 && simple)))
+    const bool q8_0 = common.stored.k == DType::kQ8_0 || common.stored.v == DType::kQ8_0;
+    const bool by_warps = rows <= 32 && ((dim > 128 && simple) || (dim <= 64 && q8_0));
+    if (rows > 16 && (!converts || by_warps))
       add(2);
     else if (rows > 16)
       add(rows <= kFewRows || dim > 128 ? kernels::kWarpgroupWarps : kMaxWarps);
