@@ -84,7 +84,7 @@ struct RowFactors {
   float factor[2];
 
   __device__ __forceinline__ RowFactors(const DecodeParams& p, const WorkTile& tile, int warp_in_group) {
-    const float of_sequence = kKScales == 0 ? scale_of_sequence(p.k_scale, tile) : 1;
+    const float of_sequence = kKScales == 0 ? nan_unless_finite(scale_of_sequence(p.k_scale, tile)) : 1;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = warp_in_group * kWarpRows + int(thread_row()) + 8 * i;
