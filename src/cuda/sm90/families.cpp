@@ -13,6 +13,9 @@
 #include "cuda/decode/rejects.h"
 #include "cuda/passes/forward.h"
 #include "cuda/sm90/backward_candidates.h"
+#include "cuda/sm90/forward.h"
+#include "cuda/sm90/forward_candidates.h"
+#include "cuda/sm90/forward_rejects.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {

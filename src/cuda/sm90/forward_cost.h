@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "cuda/sm90/forward_config.h"
+#include "cuda/sm90/forward_plan.h"
 
 namespace fulgur::cuda::sm90 {
 

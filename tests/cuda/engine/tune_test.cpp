@@ -10,7 +10,7 @@
 #include "cuda/device/gpu.h"
 #include "cuda/engine/shape_class.h"
 #include "cuda/engine/tuning.h"
-#include "cuda/sm90/forward_plan.h"
+#include "cuda/sm90/forward_candidates.h"
 #include "fulgur/cuda.h"
 #include "fulgur/version.h"
 #include "on_fake_gpu.h"

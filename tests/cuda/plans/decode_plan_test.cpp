@@ -19,7 +19,7 @@
 #include "cuda/engine/architectures.h"
 #include "cuda/engine/choose.h"
 #include "cuda/engine/reachable.h"
-#include "cuda/sm90/forward_plan.h"
+#include "cuda/sm90/forward_rejects.h"
 #include "forward_call.h"
 #include "kernels/host_device/stream_k.h"
 

@@ -10,7 +10,7 @@
 
 #include "call/mask.h"
 #include "cuda/sm90/common.h"
-#include "cuda/sm90/forward_plan.h"
+#include "cuda/sm90/forward_candidates.h"
 #include "forward_call.h"
 #include "kernels/sm90/forward/layout.h"
 
