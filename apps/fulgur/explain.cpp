@@ -21,6 +21,8 @@ namespace {
 struct ExplainRequest {
   ShapeFlags shape;
   std::string dtype = "f32", device = "cpu", card;
+  std::string kv_dtype;  ///< empty: that of q
+  int64_t kv_group = 0;  ///< columns of a row of k or v that share a scale; 0: all
   bool backward = false;
   int64_t page = 0;
   std::string svg, algorithm;  ///< instead of that of the flags
@@ -45,6 +47,28 @@ struct ExplainRequest {
   }
 };
 
+/// The scales of codes in `x`, k or v of (batch or pages, rows, hk, dim): for e4m3 and e5m2 one of
+/// each sequence and kv head, for integers one of each row or group of its columns.
+ConstTensor scales_of(const ConstTensor& x, int64_t batch, int64_t group) {
+  switch (x.dtype) {
+    case DType::kE4M3:
+    case DType::kE5M2:
+      return Tensor::contiguous(nullptr, DType::kF32, {batch, x.shape[2]}, x.device);
+    case DType::kInt8:
+    case DType::kInt4: {
+      const int64_t groups = group == 0 ? 1 : x.shape[3] / group;
+      if (group != 0 && groups * group != x.shape[3]) {
+        io::fail("--kv-group", "got {} columns, want a divisor of the head dim {}", group,
+                 x.shape[3]);
+      }
+      return Tensor::contiguous(nullptr, DType::kF16, {x.shape[0], x.shape[1], x.shape[2], groups},
+                                x.device);
+    }
+    default:
+      return {};
+  }
+}
+
 /// The plan of a call, or the one for a card that need not be here.
 template <class Args>
 Plan plan_of(const ExplainRequest& r, const Args& args) {
@@ -56,11 +80,14 @@ Plan plan_of(const ExplainRequest& r) {
   const Device device = r.card.empty() ? device_called(r.device, "--device " + r.device)
                                        : Device{DeviceType::kCuda, 0};
   const ShapeFlags s = r.shape.complete();
-  const auto tensor = [&](int64_t rows, int64_t heads, int64_t dim) {
-    return Tensor::contiguous(nullptr, dtype_called(r.dtype), {s.batch, rows, heads, dim}, device);
+  const auto tensor = [&](DType dtype, int64_t rows, int64_t heads, int64_t dim) {
+    return Tensor::contiguous(nullptr, dtype, {s.batch, rows, heads, dim}, device);
   };
-  const Tensor q = tensor(s.sq, s.hq, s.d), out = tensor(s.sq, s.hq, s.dv);
-  const Tensor k = tensor(s.sk, s.hk, s.d), v = tensor(s.sk, s.hk, s.dv);
+  const DType dtype = dtype_called(r.dtype);
+  const DType kv_dtype = r.kv_dtype.empty() ? dtype : dtype_called(r.kv_dtype);
+  const DType out_dtype = dtype == DType::kE4M3 ? DType::kBF16 : dtype;
+  const Tensor q = tensor(dtype, s.sq, s.hq, s.d), out = tensor(out_dtype, s.sq, s.hq, s.dv);
+  const Tensor k = tensor(kv_dtype, s.sk, s.hk, s.d), v = tensor(kv_dtype, s.sk, s.hk, s.dv);
   const Tensor lse = Tensor::contiguous(nullptr, DType::kF32, {s.batch, s.hq, s.sq}, device);
   std::vector<TensorBinding> tensors = r.expressions.bindings();
   for (TensorBinding& t : tensors) t.tensor.device = device;
@@ -76,14 +103,19 @@ Plan plan_of(const ExplainRequest& r) {
   ForwardArgs args{q, k, v, out, lse};
   args.tensors = tensors;
   args.bias = bias;
-  if (r.page == 0) return plan_of(r, args);
+  const auto planned = [&] {
+    args.descales.k_descale = scales_of(args.k, s.batch, r.kv_group);
+    args.descales.v_descale = scales_of(args.v, s.batch, r.kv_group);
+    return plan_of(r, args);
+  };
+  if (r.page == 0) return planned();
   if (s.sk > std::numeric_limits<int32_t>::max()) {
     io::fail("--page", "got {} keys, want at most 2^31 - 1 in a cache", s.sk);
   }
   const int64_t pages = s.sk / r.page + (s.sk % r.page != 0);              // of a sequence
   io::size_bytes(DType::kI32, std::vector{s.batch, pages}, "page_table");  // or it is too large
   const auto cache = [&](int64_t dim) {
-    return Tensor::contiguous(nullptr, q.dtype, {s.batch * pages, r.page, s.hk, dim}, device);
+    return Tensor::contiguous(nullptr, kv_dtype, {s.batch * pages, r.page, s.hk, dim}, device);
   };
   args.k = cache(s.d);
   args.v = cache(s.dv);
@@ -93,7 +125,7 @@ Plan plan_of(const ExplainRequest& r) {
   const bool known = device.type == DeviceType::kCpu || !r.card.empty();
   args.lengths.seqused_k = Tensor::contiguous(known ? lengths.data() : nullptr, DType::kI32,
                                               {s.batch}, known ? Device{} : device);
-  return plan_of(r, args);
+  return planned();
 }
 
 /// "375e9,5us": bytes a second, and what a transfer takes besides.
@@ -200,7 +232,7 @@ void add_explain(CLI::App& app) {
       "The plan for a shape in words: engine, tiles, bytes, flops, what was rejected, on the CPU "
       "what it is expected to take");
   r->shape.add_to(*command);
-  add_dtype(*command, r->dtype, "Default f32");
+  add_dtype(*command, r->dtype, "Default f32; with e4m3 out is of bf16", {"e4m3"});
   auto* device = add_device(*command, r->device, "Where the tensors are; default cpu");
   command
       ->add_option(
@@ -213,6 +245,18 @@ void add_explain(CLI::App& app) {
   add_whole<int64_t>(*command, "--page", r->page, "Keys in pages of so many; default: side by side",
                      1)
       ->excludes(backward);
+  auto* kv_dtype =
+      command
+          ->add_option("--kv-dtype", r->kv_dtype,
+                       "That of k and v; default that of q. Codes of e4m3 and e5m2 have a scale of "
+                       "each sequence and kv head, those of int8 and int4 one of each row, in f16")
+          ->check(
+              CLI::IsMember({"f32", "bf16", "f16", "e4m3", "e5m2", "int8", "int4", "q8_0", "q4_0"}))
+          ->type_name("T")
+          ->excludes(backward);
+  add_whole<int64_t>(*command, "--kv-group", r->kv_group,
+                     "Columns of a row of int8 or int4 that share a scale; default all", 1)
+      ->needs(kv_dtype);
   r->flags.add_to(*command);
   r->expressions.add_to(*command);
   command
@@ -246,6 +290,8 @@ void add_explain(CLI::App& app) {
       "  fulgur explain --sq 4096 --hq 32 --hk 8 --d 128 --dtype bf16 --causal --svg tiles.svg\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128\n"
       "  fulgur explain --sq 1 --sk 16384 --hq 32 --hk 8 --d 128 --page 16\n"
+      "  fulgur explain --sq 1 --sk 8192 --d 128 --dtype bf16 --kv-dtype int4 --kv-group 32 --card "
+      "h200\n"
       "  fulgur explain --sq 4096 --window 512,0 --backward\n"
       "  fulgur explain --sq 16384 --causal --chunk 4096 --svg tiles.svg\n"
       "  fulgur explain --sq 4096 --causal --mask-mod 'doc[q] == doc[k]' --tensor doc=doc.npy\n"

@@ -94,14 +94,19 @@ ShapeFlags ShapeFlags::complete() const {
   return shape;
 }
 
-CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help) {
-  return command.add_option("--dtype", name, help)
-      ->check(CLI::IsMember({"f32", "bf16", "f16"}))
-      ->type_name("T");
+CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help,
+                       const std::vector<std::string>& more) {
+  std::vector<std::string> names = {"f32", "bf16", "f16"};
+  names.insert(names.end(), more.begin(), more.end());
+  return command.add_option("--dtype", name, help)->check(CLI::IsMember(names))->type_name("T");
 }
 
 DType dtype_called(const std::string& name) {
-  return name == "bf16" ? DType::kBF16 : name == "f16" ? DType::kF16 : DType::kF32;
+  for (const DType dtype : {DType::kF32, DType::kBF16, DType::kF16, DType::kE4M3, DType::kE5M2,
+                            DType::kInt8, DType::kInt4, DType::kQ8_0, DType::kQ4_0}) {
+    if (name == name_of(dtype)) return dtype;
+  }
+  throw CLI::ValidationError(fmt::format("got '{}', want the name of a dtype", name));
 }
 
 CLI::Option* add_device(CLI::App& command, std::string& name, const std::string& help) {

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <system_error>
+#include <vector>
 
 #include "fulgur/attention.h"
 
@@ -94,9 +95,10 @@ class ShapeFlags {
   static constexpr int64_t kDefault = -1;  // sq, hq, d
 };
 
-/// Adds --dtype, a choice of f32, bf16 and f16.
-CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help);
-/// "f32", "bf16" or "f16".
+/// Adds --dtype, a choice of f32, bf16, f16 and `more`.
+CLI::Option* add_dtype(CLI::App& command, std::string& name, const std::string& help,
+                       const std::vector<std::string>& more = {});
+/// The dtype of tensors of numbers or codes with that name_of().
 DType dtype_called(const std::string& name);
 
 /// Adds --device, cpu or cuda.

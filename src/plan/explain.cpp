@@ -5,6 +5,7 @@
 #include <cmath>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "call/mask.h"
 #include "call/tensors.h"
@@ -40,10 +41,23 @@ Details::Texts optional_tensors(const Problem& p) {
   return names;
 }
 
+/// Those of the dtypes of k, v and out that are not that of q, by the names of their tensors.
+std::vector<std::pair<const char*, DType>> other_dtypes(const Problem& p) {
+  std::vector<std::pair<const char*, DType>> others;
+  for (const auto& [name, dtype] :
+       {std::pair{"k", p.dtypes.k}, std::pair{"v", p.dtypes.v}, std::pair{"out", p.dtypes.out}}) {
+    if (dtype != p.dtypes.q) others.emplace_back(name, dtype);
+  }
+  return others;
+}
+
 std::string summary(const Problem& p) {
   std::string s = fmt::format("{} attention, {} on {}: batch {}, ",
                               p.pass == Pass::kForward ? "forward" : "backward",
                               name_of(p.dtypes.q), name_of(p.device), p.batch);
+  for (const auto& [name, dtype] : other_dtypes(p)) {
+    s += fmt::format("{} of {}, ", name, name_of(dtype));
+  }
   if (p.packed_k) {
     s += fmt::format("packed {} x {} rows, longest {} x {}, ", p.total_q, p.total_k, p.sq, p.sk);
   } else if (p.packed) {
@@ -81,6 +95,9 @@ Details call_details(const Problem& p) {
   Details call;
   call.add("pass", p.pass == Pass::kForward ? "forward" : "backward");
   call.add("dtype", name_of(p.dtypes.q));
+  for (const auto& [name, dtype] : other_dtypes(p)) {
+    call.add(fmt::format("{}_dtype", name), name_of(dtype));
+  }
   call.add("device", name_of(p.device));
   for (const auto& [name, size] :
        {std::pair{"batch", p.batch}, std::pair{"sq", p.sq}, std::pair{"sk", p.sk},

@@ -163,6 +163,28 @@ def test_explain():
     fails("explain", "--hq", "3", "--hk", "2", says=["3 heads"])
 
 
+def test_explain_of_low_bit_tensors():
+    decode = ["--batch", "64", "--sq", "1", "--sk", "8192", "--hq", "32", "--hk", "8", "--d", "128", "--card", "h200"]
+    for page in ((), ("--page", "64")):
+        bf16 = details(*decode, "--dtype", "bf16", *page)
+        for kv in (["e4m3"], ["e5m2"], ["int8"], ["int4", "--kv-group", "32"], ["q8_0"], ["q4_0"]):
+            codes = details(*decode, "--dtype", "bf16", "--kv-dtype", *kv, *page)
+            assert (codes["call"]["k_dtype"], codes["call"]["v_dtype"]) == (kv[0], kv[0])
+            scales = {"k_descale", "v_descale"} & set(codes["call"]["optional_tensors"])
+            assert bool(scales) == (kv[0] not in ("q8_0", "q4_0"))
+            assert codes["estimate_us"] < bf16["estimate_us"]
+    on_cpu = details("--sq", "64", "--kv-dtype", "int8")
+    assert on_cpu["call"].items() >= {"dtype": "f32", "k_dtype": "int8", "v_dtype": "int8"}.items()
+    assert "k of e4m3, v of e4m3" in succeeds("explain", "--dtype", "bf16", "--kv-dtype", "e4m3")
+    e4m3 = details("--sq", "4096", "--dtype", "e4m3", "--fast-codes", "--card", "h200")["call"]
+    assert (e4m3["dtype"], e4m3["out_dtype"]) == ("e4m3", "bf16") and "k_dtype" not in e4m3
+    fails("explain", "--kv-dtype", "int3", code=2, says=["--kv-dtype", "int3"])
+    fails("explain", "--kv-group", "32", code=2, says=["--kv-group", "--kv-dtype"])
+    fails("explain", "--kv-dtype", "int8", "--kv-group", "31", says=["--kv-group", "31 columns", "head dim 64"])
+    fails("explain", "--kv-dtype", "int8", "--backward", code=2, says=["--kv-dtype", "--backward"])
+    fails("explain", "--kv-dtype", "q8_0", "--d", "80", says=["80", "q8_0"])
+
+
 def test_explain_by_ranks():
     call = ["explain", "--sq", "1048576", "--hq", "32", "--hk", "8", "--d", "128", "--dtype", "bf16", "--causal"]
     call += ["--card", "h200"]
