@@ -237,19 +237,6 @@ HWY_NOINLINE void add_visible_gradients(const Task& task, const BackwardArgs& ar
   }
 }
 
-/// load_bias(), which also prefetches the bias of the next tile, and dbias of this one.
-HWY_INLINE bool take_bias(const Task& task, const KeyTile& tile, float* to, RowTile* row_tile) {
-  const BiasSums& sums = task.given.dbias;
-  if (!load_bias(task, tile, false, to, row_tile)) return false;
-  for (int64_t part = 0; part < kPrefetchParts; ++part) {
-    prefetch_bias(task.given.bias.data, task.problem.bias, row_tile->bias_row,
-                  row_tile->bias_count(), tile.j + kBc, kBc, part, kPrefetchParts);
-    prefetch_bias(sums.data, sums.at, row_tile->dbias_row, row_tile->count, tile.j, kBc, part,
-                  kPrefetchParts);
-  }
-  return true;
-}
-
 /// Packs Q and dO, and loads LSE and D, of a row tile, the `step`th of its group.
 template <int kParts>
 HWY_INLINE void load_row_tile(const Task& task, const BackwardArgs& args, int64_t step,
@@ -368,10 +355,23 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
         t.tiles.next();
         tile.partial |= t.row_tile.count < kTileBr;
         const bool adds = may_add && t.moderate && !tile.partial && n == kBc;
-        if (p.has(Arg::kBias) && !take_bias(task, tile, s.bias, &t.row_tile)) {
+        if (p.has(Arg::kBias) && !load_bias(task, tile, false, s.bias, &t.row_tile)) {
           add_group(i);
           continue;
         }
+        // dbias of this tile, and the bias of the next.
+        constexpr int64_t kPrefetches = 3;
+        RowPrefetch dbias =
+            bias_prefetch(task.given.dbias.data, task.given.dbias.at, t.row_tile.dbias_row,
+                          t.row_tile.count, tile.j, n, kPrefetches);
+        RowPrefetch bias = bias_prefetch(task.given.bias.data, p.bias, t.row_tile.bias_row,
+                                         t.row_tile.bias_count(), tile.j + kBc,
+                                         std::min(kBc, key_end - tile.j - kBc), kPrefetches);
+        const auto prefetch = [&]() HWY_ATTR {
+          dbias.next();
+          bias.next();
+        };
+        prefetch();
         float* const dqt = dq + (row / kTileBr + i) * s.ldk * kTileBr;
         products.multiply({false,
                            key_blocks,
@@ -382,6 +382,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
                            s.P,
                            kTileBr,
                            {n, t.row_tile.count, p.d}});
+        prefetch();
         products.multiply({false,
                            key_blocks,
                            2,
@@ -391,6 +392,7 @@ void tile_backward(const Task& task, const BackwardArgs& args, int64_t key_begin
                            s.dS,
                            kTileBr,
                            {n, t.row_tile.count, p.dv}});
+        prefetch();
         products.flush();
         const auto bias_factor = static_cast<float>(1 / p.scale);
         const bool in_tensor = adds && t.row_tile.bias_rows != nullptr;

@@ -220,28 +220,23 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       const KeyTile tile = tiles.tile();
       const int64_t columns = (tile.j - key_begin) / kBc;
       if (!begin_tile(task, expressions, 0, columns, tile, s.bias, &row_tile)) continue;
-      // Prefetches half of the bias of the next tile, and of dbias of this one.
-      const auto prefetch = [&](int half) HWY_ATTR {
-        const BiasSums& sums = task.given.dbias;
-        for (int64_t part = half * kPrefetchParts / 2; part < (half + 1) * kPrefetchParts / 2;
-             ++part) {
-          prefetch_bias(task.given.bias.data, p.bias, row_tile.bias_row, row_tile.bias_count(),
-                        tile.j + kBc, kBc, part, kPrefetchParts);
-          prefetch_bias(sums.data, sums.at, row_tile.dbias_row, row_tile.count, tile.j, kBc, part,
-                        kPrefetchParts);
-        }
-      };
-      prefetch(0);
       const int64_t n = tile.n, key = tile.j - key_begin;
+      // dbias of this tile, and the bias of the next.
+      const int64_t parts = 2 * n / kBlockRows<3> + 1;
+      RowPrefetch dbias = bias_prefetch(task.given.dbias.data, task.given.dbias.at,
+                                        row_tile.dbias_row, row_tile.count, tile.j, n, parts);
+      RowPrefetch bias =
+          bias_prefetch(task.given.bias.data, p.bias, row_tile.bias_row, row_tile.bias_count(),
+                        tile.j + kBc, std::min(kBc, key_end - tile.j - kBc), parts);
       const float *K = s.K + key * s.ldk, *V = s.V + key * s.ldv;
       float *dK = s.dK + key * s.ldk, *dV = s.dV + key * s.ldv;
-      gemm<Init::kZero>(n, row_tile.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width,
-                        nullptr);
+      gemm<Init::kZero>(n, row_tile.vectors, p.d, {K, s.ldk, 1}, {s.Qt, width}, s.P, width, nullptr,
+                        &dbias);
       score_rule(p, expressions, 0, columns, tile, s.P, width, s.slope, s.bias, &row_tile);
-      prefetch(1);
       probabilities(row_tile, tile, s.P, lse2);
       gemm<Init::kZero>(n, row_tile.vectors, p.dv, {V, s.ldv, 1}, {s.dOt, width}, s.dS, width,
-                        nullptr);
+                        nullptr, &dbias);
+      dbias.finish();
       if (p.dropout_p > 0) {
         std::copy_n(s.P, n * width, s.Pz);
         drop(dropout, static_cast<float>(1 / (1 - p.dropout_p)), row_tile, tile, width, s.Pz, s.dS);
@@ -255,13 +250,13 @@ inline void backward(const Task& task, const BackwardArgs& args, int64_t key_beg
       }
       if (p.wants_dk_dv()) {
         gemm<Init::kAdd>(n, s.ldv / kLanes, row_tile.count, {s.Pz, width, 1}, {s.dO, s.ldv}, dV,
-                         s.ldv, nullptr);
+                         s.ldv, nullptr, &bias);
         gemm<Init::kAdd>(n, s.ldk / kLanes, row_tile.count, {s.dS, width, 1}, {s.Q, s.ldk}, dK,
-                         s.ldk, nullptr);
+                         s.ldk, nullptr, &bias);
       }
       if (!p.wants_dq()) continue;
       gemm<Init::kAdd>(row_tile.count, s.ldk / kLanes, n, {s.dS, 1, width}, {K, s.ldk}, dq_row_tile,
-                       s.ldk, nullptr);
+                       s.ldk, nullptr, &bias);
     }
   }
 

@@ -72,19 +72,17 @@ struct BiasRows {
   bool dense(DType dtype) const { return stride == size_of(dtype); }
 };
 
-/// Prefetches keys [j, j + n) of part `part` of `parts` of the rows of a bias, or its gradient,
-/// while products are computed. A CPU has few reads in flight, and more prefetches than these delay
-/// other reads, so each call fetches a part. Long runs of a row are fetched faster than short ones.
-constexpr int64_t kPrefetchParts = 8;  // parts of the bias that is prefetched during a tile
-HWY_INLINE void prefetch_bias(const void* data, const Problem::Bias& at, const int64_t* rows,
-                              int64_t count, int64_t j, int64_t n, int64_t part, int64_t parts) {
-  if (at.key != 1) return;
-  const int64_t size = size_of(at.dtype), bytes = n * size;
-  const char* const from = static_cast<const char*>(data) + j * size;
-  for (int64_t lane = count * part / parts; lane < count * (part + 1) / parts; ++lane) {
-    const char* const row = from + rows[lane] * size;
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte, 0, 2);
-  }
+/// Prefetches keys [j, j + n) of some rows of a bias, or of its gradient, in so many parts.
+inline RowPrefetch bias_prefetch(const void* data, const Problem::Bias& at, const int64_t* rows,
+                                 int64_t count, int64_t j, int64_t n, int64_t parts) {
+  if (data == nullptr || at.key != 1 || n <= 0) return {};
+  const int64_t size = size_of(at.dtype);
+  return {static_cast<const char*>(data) + j * size,
+          rows,
+          size,
+          n * size,
+          count,
+          (count + parts - 1) / parts};
 }
 
 /// Properties of the bias in a tile.
@@ -449,49 +447,38 @@ HWY_INLINE void add_bias_gradient(const BiasSums& sums, const RowTile& row_tile,
   }
 }
 
-/// S += factor bias, from the tensor; returns whether some number may hide a key.
+/// S += factor bias, from the tensor, and -inf where the bias hides a key; returns whether it hides
+/// some.
 template <DType kDType>
 HWY_INLINE bool add_numbers(const BiasRows& rows, int64_t vectors, float factor,
                             float* HWY_RESTRICT S, int64_t ld) {
   const F32 f;
-  const U32 u;
-  const V32 by = hn::Set(f, factor);
-  // As unsigned numbers, the bits of the numbers that hide are larger than all but those of NaN.
-  auto max_bits = hn::Zero(u);
+  const V32 by = hn::Set(f, factor), none = hn::Set(f, -std::numeric_limits<float>::infinity());
+  const V32 hiding = hn::Set(f, static_cast<float>(kernels::kHidingBias));
+  auto any = hn::Lt(by, by);
   for_numbers<kDType>(rows, vectors, [&](int64_t jj, int64_t v, V32 x) HWY_ATTR {
     float* const at = S + jj * ld + v * kLanes;
-    hn::Store(hn::MulAdd(x, by, hn::Load(f, at)), f, at);
-    max_bits = hn::Max(max_bits, hn::BitCast(u, x));
+    const auto hides = hn::Lt(x, hiding);
+    hn::Store(hn::IfThenElse(hides, none, hn::MulAdd(x, by, hn::Load(f, at))), f, at);
+    any = hn::Or(any, hides);
   });
-  static_assert(kernels::kHidingBias == -0x1p115);
-  const auto bound = hn::Set(u, 0xf9000000);
-  return !hn::AllTrue(u, hn::Eq(hn::Max(max_bits, bound), bound));
+  return !hn::AllFalse(f, any);
 }
 
 /// S += factor bias for a row tile whose bias lies in the tensor. If some key is hidden, loads the
-/// bias to memory and sets the scores of hidden keys to -inf.
+/// bias to the row tile's memory, if it has some, for the mask.
 template <DType kDType>
 HWY_NOINLINE void add_bias_rows(const Problem& p, const KeyTile& tile, float factor,
                                 float* HWY_RESTRICT S, int64_t ld, RowTile* row_tile) {
   const BiasRows rows(row_tile->bias_rows, p.bias, *row_tile, tile.j);
-  const bool may_hide =
-      kDType == DType::kBool || add_numbers<kDType>(rows, row_tile->vectors, factor, S, ld);
-  if (!may_hide) return;
-  const F32 f;
-  const int64_t width = row_tile->width();
+  const bool hides = add_numbers<kDType>(rows, row_tile->vectors, factor, S, ld);
   float* const bias = row_tile->bias_memory;
+  if (!hides || bias == nullptr) return;
+  const int64_t width = row_tile->width();
   load_bias_tile<kDType>(rows, kBc, width, bias);
   row_tile->bias_rows = nullptr;
   row_tile->bias = bias;
   row_tile->mask.hide(bias, tile.j, width);
-  const V32 none = hn::Set(f, -std::numeric_limits<float>::infinity());
-  for (int64_t jj = 0; jj < kBc; ++jj) {
-    for (int64_t v = 0; v < row_tile->vectors; ++v) {
-      float* const at = S + jj * ld + v * kLanes;
-      const auto hidden = hn::Eq(hn::Load(f, bias + jj * width + v * kLanes), none);
-      hn::Store(hn::IfThenElse(hidden, none, hn::Load(f, at)), f, at);
-    }
-  }
 }
 
 /// S += factor bias, and -inf where the bias is -inf, whatever S is. `factor` converts the bias to

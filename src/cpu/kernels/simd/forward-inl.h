@@ -15,10 +15,6 @@ namespace fulgur::cpu::HWY_NAMESPACE {
 
 constexpr int64_t kPackingRows = 5;  // see Kernels::packing_rows
 
-/// The keys of each row of a bias that are prefetched as one run. The L2 cache has room for two
-/// such runs of the rows of all row tiles.
-constexpr int64_t kPrefetchKeys = 2 * kBc;
-
 /// The row block in fast memory.
 struct ForwardScratch {
   float *Qt[kRowTiles], *Ot[kRowTiles];  // [d][width], [dv][width]
@@ -192,64 +188,53 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     std::fill_n(s.l[count], row_tile.width(), 0.0f);
   }
 
-  // All row tiles visit a key tile before the next one, so that it is widened only once.
-  const auto next_tile = [&] {
-    return *std::min_element(tiles, tiles + count, [](const KeyTiles& x, const KeyTiles& y) {
+  // The row tile of the next visit. All row tiles visit a key tile before the next one, so that it
+  // is widened only once.
+  const auto next = [&] {
+    const auto before = [](const KeyTiles& x, const KeyTiles& y) {
       return x.tile().j < y.tile().j;
-    });
+    };
+    return std::min_element(tiles, tiles + count, before) - tiles;
   };
-  for (KeyTiles next = next_tile(); !next.done(); next = next_tile()) {
-    const int64_t j = next.tile().j, n = next.tile().n;
-    bool loaded = false, finite = false;
-    expressions.set_columns(j, n, 0);
-    for (int64_t i = 0; i < count; ++i) {
-      RowTile& row_tile = row_tiles[i];
-      const KeyTile tile = tiles[i].tile();
-      if (tile.j != j) continue;
-      tiles[i].next();
-      expressions.skip_hidden(i, &tiles[i]);
-      // Calls multiply(begin, count) for parts of the M rows of a product, and prefetches half of
-      // this tile's share of the next run of the bias in between.
-      const auto with_prefetch = [&](int64_t M, int half, const auto& multiply) HWY_ATTR {
-        if (!p.has(Arg::kBias)) return multiply(0, M);
-        const int64_t run = tile.j / kPrefetchKeys * kPrefetchKeys, next = run + kPrefetchKeys;
-        const int64_t keys = std::min(kPrefetchKeys, row_tile.mask.end() - next),
-                      steps = kPrefetchParts / 2;
-        const int64_t step = round_up((M + steps - 1) / steps, 8);
-        for (int64_t part = 0; part < steps; ++part) {
-          prefetch_bias(task.given.bias.data, p.bias, row_tile.bias_row, row_tile.bias_count(),
-                        next, keys, (tile.j - run) / kBc * kPrefetchParts + half * steps + part,
-                        kPrefetchKeys / kBc * kPrefetchParts);
-          const int64_t begin = std::min(M, part * step);
-          multiply(begin, std::min(step, M - begin));
-        }
-      };
-      if (!begin_tile(task, expressions, i, 0, tile, s.bias, &row_tile)) continue;
-      if (!loaded) {
-        load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
-        finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
-        loaded = true;
-      }
-      const int64_t width = row_tile.width();
-      with_prefetch(n, 0, [&](int64_t key, int64_t count) HWY_ATTR {
-        gemm<Init::kZero>(count, row_tile.vectors, p.d, {s.K + key * ldk, ldk, 1}, {s.Qt[i], width},
-                          s.S + key * width, width, nullptr);
-      });
-      score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &row_tile);
-      online_softmax(row_tile, n, s.S, width, s.m[i], s.l[i], alpha);
-      if (p.dropout_p > 0) {
-        const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
-        drop(dropout, keep_scale, row_tile, tile, width, s.S, nullptr);
-      }
-      if (finite || !row_tile.mask.hides(tile)) {
-        with_prefetch(p.dv, 1, [&](int64_t c, int64_t count) HWY_ATTR {
-          gemm<Init::kScaleAdd>(count, row_tile.vectors, n, {s.V + c, 1, ldv}, {s.S, width},
-                                s.Ot[i] + c * width, width, alpha);
-        });
-      } else {
-        accumulate_visible(row_tile, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
-      }
+  int64_t begun = -1, loaded = -1;  // the first keys of the latest tile, and of that in K and V
+  bool finite = false;
+  for (int64_t i = next(), later = i; !tiles[i].done(); i = later) {
+    RowTile& row_tile = row_tiles[i];
+    const KeyTile tile = tiles[i].tile();
+    const int64_t j = tile.j, n = tile.n, width = row_tile.width();
+    tiles[i].next();
+    expressions.skip_hidden(i, &tiles[i]);
+    later = next();
+    if (j != begun) expressions.set_columns(j, n, 0);
+    begun = j;
+    if (!begin_tile(task, expressions, i, 0, tile, s.bias, &row_tile)) continue;
+    if (j != loaded) {
+      load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
+      finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
+      loaded = j;
     }
+    if (finite) row_tile.bias_memory = nullptr;  // the mask is not asked what the bias hides
+    RowPrefetch prefetch;                        // of the bias of the next visit
+    if (const KeyTiles& after = tiles[later]; !after.done()) {
+      prefetch = bias_prefetch(task.given.bias.data, p.bias, row_tiles[later].bias_row,
+                               row_tiles[later].bias_count(), after.tile().j, after.tile().n,
+                               (n + p.dv) / kBlockRows<3> + 1);
+    }
+    gemm<Init::kZero>(n, row_tile.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
+                      nullptr, &prefetch);
+    score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &row_tile);
+    online_softmax(row_tile, n, s.S, width, s.m[i], s.l[i], alpha);
+    if (p.dropout_p > 0) {
+      const auto keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
+      drop(dropout, keep_scale, row_tile, tile, width, s.S, nullptr);
+    }
+    if (finite || !row_tile.mask.hides(tile)) {
+      gemm<Init::kScaleAdd>(p.dv, row_tile.vectors, n, {s.V, 1, ldv}, {s.S, width}, s.Ot[i], width,
+                            alpha, &prefetch);
+    } else {
+      accumulate_visible(row_tile, tile, p.dv, s.V, ldv, s.S, width, alpha, s.Ot[i]);
+    }
+    prefetch.finish();
   }
   for (int64_t i = 0; i < count; ++i) {
     finish_rows(task, args, row_begin + i * kBr, row_tiles[i], s.Ot[i], s.m[i], s.l[i], s.rows);

@@ -26,6 +26,34 @@ struct Vectors {
 /// Whether a product overwrites C, adds to C, or scales and adds to C.
 enum class Init { kZero, kAdd, kScaleAdd };
 
+/// Rows of memory that are prefetched while products are computed, `step` rows at a time: a CPU has
+/// few reads in flight, and more prefetches at once do less or delay other reads.
+struct RowPrefetch {
+  const char* from = nullptr;     // the first byte to fetch of a row of offset 0
+  const int64_t* rows = nullptr;  // the offsets of the rows that are left, in elements
+  int64_t size = 0;               // bytes of an element
+  int64_t bytes = 0;              // to fetch of each row
+  int64_t count = 0;              // rows that are left
+  int64_t step = 0;
+
+  HWY_INLINE void next() {
+    if (count > 0) fetch();
+  }
+  void finish() {
+    while (count > 0) fetch();
+  }
+
+ private:
+  HWY_NOINLINE void fetch() {
+    const int64_t* const end = rows + std::min(step, count);
+    count -= end - rows;
+    for (; rows < end; ++rows) {
+      const char* const row = from + *rows * size;
+      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
+    }
+  }
+};
+
 /// C[m][n] = sum_k A(m, k) B[k][n]            (kZero)
 /// C[m][n] += ...                             (kAdd)
 /// C[m][n] = scale[n] C[m][n] + ...           (kScaleAdd)
@@ -65,12 +93,14 @@ HWY_INLINE void gemm_block(int64_t K, Scalars A, Vectors B, float* HWY_RESTRICT 
 /// Rows [m, M) in blocks of MR, the rest in halves.
 template <Init kInit, int MR, int NV>
 HWY_INLINE void gemm_rows(int64_t m, int64_t M, int64_t K, Scalars A, Vectors B,
-                          float* HWY_RESTRICT C, int64_t ldc, const float* HWY_RESTRICT scale) {
+                          float* HWY_RESTRICT C, int64_t ldc, const float* HWY_RESTRICT scale,
+                          RowPrefetch* prefetch) {
   for (; m + MR <= M; m += MR) {
+    if (prefetch != nullptr) prefetch->next();
     gemm_block<kInit, MR, NV>(K, {A.data + m * A.row, A.row, A.col}, B, C + m * ldc, ldc, scale);
   }
   if constexpr (MR > 1) {
-    if (m < M) gemm_rows<kInit, MR / 2, NV>(m, M, K, A, B, C, ldc, scale);
+    if (m < M) gemm_rows<kInit, MR / 2, NV>(m, M, K, A, B, C, ldc, scale, prefetch);
   }
 }
 
@@ -81,23 +111,25 @@ constexpr int kBlockRows = kRegisters == 32 ? (NV == 1   ? 16
                                                          : 8)
                                             : (NV == 1 ? 8 : 4);
 
-/// The product over M rows and `vectors` vectors of columns.
+/// The product over M rows and `vectors` vectors of columns. If `prefetch` is not null, a part is
+/// prefetched before each block of C.
 template <Init kInit>
 HWY_NOINLINE void gemm(int64_t M, int64_t vectors, int64_t K, Scalars A, Vectors B,
-                       float* HWY_RESTRICT C, int64_t ldc, const float* HWY_RESTRICT scale) {
+                       float* HWY_RESTRICT C, int64_t ldc, const float* HWY_RESTRICT scale,
+                       RowPrefetch* prefetch = nullptr) {
   while (vectors > 0) {
     int64_t step = 0;
     if (kRegisters == 32 && vectors % 3 != 0 && vectors >= 4) {
-      gemm_rows<kInit, kBlockRows<4>, 4>(0, M, K, A, B, C, ldc, scale);
+      gemm_rows<kInit, kBlockRows<4>, 4>(0, M, K, A, B, C, ldc, scale, prefetch);
       step = 4;
     } else if (vectors >= 3) {
-      gemm_rows<kInit, kBlockRows<3>, 3>(0, M, K, A, B, C, ldc, scale);
+      gemm_rows<kInit, kBlockRows<3>, 3>(0, M, K, A, B, C, ldc, scale, prefetch);
       step = 3;
     } else if (vectors == 2) {
-      gemm_rows<kInit, kBlockRows<2>, 2>(0, M, K, A, B, C, ldc, scale);
+      gemm_rows<kInit, kBlockRows<2>, 2>(0, M, K, A, B, C, ldc, scale, prefetch);
       step = 2;
     } else {
-      gemm_rows<kInit, kBlockRows<1>, 1>(0, M, K, A, B, C, ldc, scale);
+      gemm_rows<kInit, kBlockRows<1>, 1>(0, M, K, A, B, C, ldc, scale, prefetch);
       step = 1;
     }
     vectors -= step;

@@ -57,7 +57,7 @@ struct RowTile {
   bool shares_bias = true;  ///< all rows have the same bias
   /// The bias of the current tile, [n][bias_step], or [n] for all rows if the step is 0. If it is
   /// null, the bias lies in the tensor at bias_rows, and is 0 if these are null, too. add_bias()
-  /// then finds whether it hides keys, and loads it to bias_memory if so.
+  /// then finds whether it hides keys, and loads it to bias_memory, if that is not null, if so.
   const float* bias = nullptr;
   float* bias_memory = nullptr;
   int64_t bias_step = 0;
