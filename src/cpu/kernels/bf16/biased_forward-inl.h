@@ -197,19 +197,27 @@ class BiasedForward
 
   bool can_add_bias(const Visit& at) const { return at.bias.rows.given() && plain_; }
 
-  /// The part of the bias that is prefetched during a visit: that of the chunk for the next row
-  /// tile, or of the next chunk for the first row tile.
-  BiasPrefetch bias_prefetch(const Visit& at) const {
-    if (p_.bias.key != 1 || row_tiles_[at.i].shares_bias) return {};
-    const bool last = at.i + 1 == count_;
-    const int64_t next = last ? 0 : at.i + 1, j = chunk_ + (last ? kChunk * kBc : 0);
-    return {row_tiles_[next].bias_row + at.place * (kTileBr / kChunk),
-            static_cast<const char*>(task_.given.bias.data) + j * size_of(p_.bias.dtype),
-            row_tiles_[next].mask.end() - j};
+  /// The bias that is prefetched during a visit: that of the visit after the next, whose bias has
+  /// been looked at.
+  BiasRows later_bias(const Visit& at) const {
+    constexpr int64_t kKeys = kChunk * kBc;
+    int64_t i = at.i, j = at.tile.j, chunk = chunk_;
+    for (int step = 0; step < 2; ++step) {
+      j += kBc;
+      if (j < std::min(chunk + kKeys, row_tiles_[i].mask.end())) continue;
+      if (++i == count_) {
+        i = 0;
+        chunk += kKeys;
+      }
+      j = chunk;
+    }
+    const RowTile& row_tile = row_tiles_[i];
+    if (p_.bias.key != 1 || row_tile.shares_bias || j >= row_tile.mask.end()) return {};
+    return {task_.given.bias.data, p_.bias, row_tile, j};
   }
   void prefetch_bias(const Visit& at) const {
-    with_bias_dtype(p_.bias.dtype, [next = bias_prefetch(at)](auto dtype) HWY_ATTR {
-      for (int64_t r = 0; r < kTileBr; ++r) next.template row<decltype(dtype)::value>(r);
+    with_bias_dtype(p_.bias.dtype, [later = later_bias(at)](auto dtype) HWY_ATTR {
+      for (int64_t r = 0; r < kTileBr; ++r) prefetch_row<decltype(dtype)::value>(later, r);
     });
   }
 
@@ -295,7 +303,7 @@ class BiasedForward
     const auto max_sum =
         !adds ? of_scores() : with_bias_dtype(at.bias.dtype, [&](auto dtype) HWY_ATTR {
           return by_steps(
-              RowBias<decltype(dtype)::value>{at.bias.rows, bias_factor_, bias_prefetch(at)});
+              RowBias<decltype(dtype)::value>{at.bias.rows, bias_factor_, later_bias(at)});
         });
     products_.finish();
     const U32 u;

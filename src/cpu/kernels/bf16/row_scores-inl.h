@@ -22,25 +22,15 @@ constexpr int64_t kTileColumn = column_of<true>();
 static_assert(kTileColumn == kTileBr * kLanes);
 constexpr int64_t place_of(int64_t r, int64_t v) { return v * kTileColumn + r * kLanes; }
 
-/// Prefetches the bias of a chunk of keys and the rows of a row tile, while the row tile before it
-/// walks over its own tiles: with row r of a tile, 64 keys of one row, so that the keys of a row
-/// are fetched one after the other.
-struct BiasPrefetch {
-  const int64_t* rows = nullptr;  // the offsets of the rows that are fetched with a tile
-  const char* from = nullptr;     // the first key of the chunk, in a row of offset 0
-  int64_t keys = 0;               // from there on
-
-  template <DType kDType>
-  HWY_INLINE void row(int64_t r) const {
-    constexpr int64_t kSize = kBiasBytes<kDType>;
-    const int64_t key = r % kChunk * kBc;
-    if (key >= keys) return;
-    const char* const at = from + (rows[r / kChunk] + key) * kSize;
-    FULGUR_UNROLL for (int64_t byte = 0; byte < kBc * kSize; byte += 64) {
-      __builtin_prefetch(at + byte, 0, 2);
-    }
+/// Prefetches row r of a bias for the keys of a tile.
+template <DType kDType>
+HWY_INLINE void prefetch_row(const BiasRows& rows, int64_t r) {
+  if (!rows.given()) return;
+  const char* const row = rows.at<kDType>(r);
+  FULGUR_UNROLL for (int64_t byte = 0; byte < kBc * kBiasBytes<kDType>; byte += 64) {
+    __builtin_prefetch(row + byte, 0, 2);
   }
-};
+}
 
 /// No bias for the scores of vector v of row r.
 struct NoRowBias {
@@ -55,7 +45,7 @@ template <DType kDType>
 struct RowBias {
   const BiasRows rows;
   const float factor;
-  const BiasPrefetch next;
+  const BiasRows later;  // of a tile that is visited later
 
   HWY_INLINE V32 add(V32 score, int64_t r, int64_t v) const {
     const F32 f;
@@ -75,7 +65,7 @@ struct RowBias {
       return _mm512_cmp_ps_mask(load(r, v).raw, hiding, _CMP_LT_OQ);
     }
   }
-  HWY_INLINE void prefetch(int64_t r) const { next.row<kDType>(r); }
+  HWY_INLINE void prefetch(int64_t r) const { prefetch_row<kDType>(later, r); }
 
  private:
   HWY_INLINE const char* at(int64_t r, int64_t v) const {
