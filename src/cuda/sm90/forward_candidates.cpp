@@ -148,7 +148,7 @@ bool derive_stages(ForwardPlan& plan, int shared_bytes) {
   for (plan.q_stages = 2; plan.q_stages >= 1; --plan.q_stages) {
     plan.k_stages = plan.v_stages = 0;
     const kernels::ForwardLayout one = layout_of(plan);  // the bytes of one buffer each
-    const int free_bytes = shared_bytes - kernels::kControlBytes - plan.q_stages * one.q_bytes;
+    const int free_bytes = shared_bytes - one.bytes;
     plan.v_stages = std::min(free_bytes / (one.k_bytes + one.v_bytes), max_stages);
     plan.k_stages =
         plan.pairs ? plan.v_stages

@@ -14,6 +14,7 @@
 #include "sm90/forward/tile_info.cuh"
 
 __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
+  if constexpr (kOrdersBlocks) sort_blocks(p, smem);
   const u32 leader = threadIdx.x % 32 == 0;
   const u32 barrier = kBarrierConsumer + consumer();
   const float c = score_factor(p);
@@ -233,6 +234,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     KBuffers::init(smem, kPairs ? 2 : 1, 4 * kConsumers);
     if constexpr (!kPairs) VBuffers::init(smem, 1, 4 * kConsumers);
     mbarrier_init(smem + kLayout.v_tail, 1);
+    if (kOrdersBlocks) mbarrier_init(smem + kLayout.ordered, 128 * kConsumers);
     fence_mbarrier_init();
     if (kDropout) store_dropout_key(p, smem + kLayout.dropout_key);
     tma_prefetch_map(&p.q_map);

@@ -36,6 +36,7 @@ enum : int {
   // those that their own does not see.
   kMapStrips = kMaskBits ? kConsumers : 1,
   kSkipsTiles = kMapsTiles && !kMaskBits && kConsumers > 1,
+  kMaxSortedBlocks = max_sorted_blocks(kConsumers),
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
 };
@@ -45,4 +46,7 @@ static_assert(!kBiasInRegisters || !(kPacked || kSeqUsedQ || kDropout));
 static_assert(!kPairs || (kKStages == kVStages && (!kBias || kBiasInP) && !kMapsTiles));
 static_assert(kPairs || !kBiasInP);
 
-enum NamedBarrier : u32 { kBarrierConsumer = 1 };  // one per consumer warpgroup
+enum NamedBarrier : u32 {
+  kBarrierConsumer = 1,  // one per consumer warpgroup
+  kBarrierAllConsumers = kBarrierConsumer + kConsumers,
+};

@@ -43,6 +43,7 @@ struct ForwardLayout {
   int last;  // one int per consumer: whether its split is the last to finish
   int dropout_key;
   int tile_info;  // with a map a TileInfo per K buffer
+  int ordered, order;  // with a map by strips: a barrier, and the order of blocks (sm90/forward/block_order.cuh)
   int head;  // with codes a HeadOfCodes per Q buffer
   int end, bytes;
 };
@@ -65,6 +66,9 @@ enum : int { kValuesThreads = 384, kValuesWarpKeys = 128, kValuesWarpBytes = kVa
 FULGUR_SHARED int values_warps(int keys, int block_keys) {
   return (min_of(keys, segment_keys(block_keys)) + kValuesWarpKeys - 1) / kValuesWarpKeys;
 }
+
+// With a map by strips: one for each consumer thread.
+FULGUR_SHARED int max_sorted_blocks(int consumers) { return consumers > 1 ? 128 * consumers : 0; }
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   ForwardLayout map = {};
@@ -96,8 +100,11 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
   map.tile_info = (map.dropout_key + 8 + 15) / 16 * 16;
   map.head = map.tile_info + (tile.maps_tiles ? int(sizeof(TileInfo)) * tile.k_stages : 0);
-  map.end = map.head + (tile.types.q == kE4M3 ? int(sizeof(HeadOfCodes)) * tile.q_stages : 0);
-  map.bytes = map.q_full + kControlBytes;
+  map.ordered = map.head + (tile.types.q == kE4M3 ? int(sizeof(HeadOfCodes)) * tile.q_stages : 0);
+  const int sorted = tile.maps_tiles && !tile.mask_bits ? max_sorted_blocks(tile.consumers) : 0;
+  map.order = map.ordered + (sorted > 0 ? 8 : 0);
+  map.end = map.order + 2 * sorted;
+  map.bytes = map.q_full + kControlBytes + 2 * sorted;
   return map;
 }
 

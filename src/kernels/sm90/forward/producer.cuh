@@ -71,8 +71,9 @@ __device__ __forceinline__ void load_mapped_tiles(const Params& p, u32 smem) {
   const auto strip_of = [&](int group) { return at.strip_of(group); };
   Keys source;
   int v_tile = -1;  // whose V is loaded next; -1: there is none
-  for (int number = blockIdx.x;; number = take_number(p)) {
-    at.go_to(p, number);
+  QTile tile = q_tile_of(p, blockIdx.x);
+  for (;; tile = sorted_q_tile_of(p, smem, take_number(p))) {
+    at.go_to(p, tile);
     if (v_tile >= 0) load.load_v(source, v_tile);
     v_tile = -1;
     if (at.tile.block < 0) break;

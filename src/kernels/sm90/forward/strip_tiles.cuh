@@ -1,11 +1,7 @@
 // Where a map says which key tiles are visible (kMapsTiles), the producer warp walks over the tiles of a q tile that
 // some of its strips see.
 #pragma once
-#include "attention/seen_tiles.cuh"
-#include "device/dependent_launch.cuh"
-#include "sm90/common/work_tiles.cuh"
-#include "sm90/forward/layout.cuh"
-#include "sm90/forward/params.h"
+#include "sm90/forward/block_order.cuh"
 
 // The walk, from right to left. Lane i looks at the strip of warpgroup i % kConsumers, of whose words it reads the one
 // that is i / kConsumers after the current one.
@@ -107,8 +103,8 @@ struct MappedTile {
   StripTiles seen;
 
   template <class Params>
-  __device__ __forceinline__ void go_to(const Params& p, int number) {
-    tile = q_tile_of(p, number);
+  __device__ __forceinline__ void go_to(const Params& p, const QTile& to) {
+    tile = to;
     n = lengths_of(p, tile.batch);
     first_ = first_strip(n.sq, kConsumers, tile.block);
     end_ = first_strip(n.sq, kConsumers, tile.block + 1);
