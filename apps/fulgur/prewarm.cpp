@@ -116,7 +116,7 @@ void add_prewarm(CLI::App& app) {
   };
   add_size("--dv", r->dv, "Head dim of v; default d");
   command->add_option("--dtype", r->dtypes, "Default bf16 f16")
-      ->check(CLI::IsMember({"bf16", "f16"}))
+      ->check(CLI::IsMember({"bf16", "f16", "f32"}))
       ->type_name("T");
   add_size("--hq", r->hq, "Heads of q; default 1. Decoding has kernels for each hq / hk");
   add_size("--hk", r->hk, "Heads of k and v; default 1");

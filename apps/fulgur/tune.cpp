@@ -124,7 +124,7 @@ void add_tune(CLI::App& app) {
       "tune", "Measure the tiles of a pass on the GPU and keep the fastest for its like");
   r->shape.add_to(*command);
   command->add_option("--dtype", r->dtype, "Default bf16")
-      ->check(CLI::IsMember({"bf16", "f16"}))
+      ->check(CLI::IsMember({"bf16", "f16", "f32"}))
       ->type_name("T");
   command->add_flag("--backward", r->backward, "The tiles of the gradient");
   command->add_flag("--packed", r->packed, "Packed sequences (cu_seqlens), of one length");

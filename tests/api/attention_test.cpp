@@ -33,8 +33,7 @@ const Expected& expected(const Workload& w) {
 // The CUDA engine computes part of the contract and says so of the rest: the decode kernel, which
 // alone has tree masks, has no dropout.
 bool may_lack(const EngineInfo& engine, const Error& error, const Case& c) {
-  const bool lacks = (c.dtype != DType::kBF16 && c.dtype != DType::kF16) ||
-                     std::max(c.d, c.dv) > 256 || (c.tree != Tree::kNone && c.dropout > 0);
+  const bool lacks = std::max(c.d, c.dv) > 256 || (c.tree != Tree::kNone && c.dropout > 0);
   return engine.name == "cuda" && error.status() == Status::kUnsupported && lacks;
 }
 

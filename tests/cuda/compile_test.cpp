@@ -772,21 +772,37 @@ std::vector<Wanted> portable_kernels(const std::vector<Problem>& problems, const
   return kernels;
 }
 
-// No portable kernel spills on any card: every tile that a plan may have, with every option.
-TEST_F(Compile, EveryPortablePlanIsClean) {
+/// Problems that the portable forward kernel computes.
+std::vector<Problem> portable_problems() {
   std::vector<Problem> all = problems();
   const std::vector<Problem> caches = decode_problems();
   all.insert(all.end(), caches.begin(), caches.end());
   std::erase_if(all, [](const Problem& p) { return p.dtypes.q == DType::kE4M3; });  // Hopper's
+  return all;
+}
+
+std::vector<Problem> of_f32(std::vector<Problem> all) {
+  for (Problem& problem : all) problem.dtypes = OperandTypes::all(DType::kF32);
+  return all;
+}
+
+void expect_portable_clean(const std::vector<Problem>& all) {
   for (const Problem& problem : all) EXPECT_EQ(portable::forward_rejects(problem), "");
   const auto tiles = [](const Problem& problem, const Card& card) {
     std::vector<std::string> rejected;
     std::vector<KernelUse> kernels;
     for (const auto& tile : portable::forward_candidates(problem, card, &rejected))
       kernels.push_back(portable::forward_kernels(tile.plan).at(0));
+    EXPECT_FALSE(kernels.empty()) << card.name << problem.d;
     return kernels;
   };
   expect_clean(portable_kernels(all, tiles), 10, kFewSpilledBytes);
+}
+
+// No portable kernel spills on any card: every tile that a plan may have, with every option.
+TEST_F(Compile, EveryPortablePlanIsClean) { expect_portable_clean(portable_problems()); }
+TEST_F(Compile, EveryPortablePlanOfF32IsClean) {
+  expect_portable_clean(of_f32(portable_problems()));
 }
 
 TEST_F(Compile, EveryPortableDecodePlanIsClean) {
@@ -808,7 +824,8 @@ TEST_F(Compile, EveryPortableDecodePlanIsClean) {
   expect_clean(portable_kernels(all, tiles), 6, kFewSpilledBytes);
 }
 
-TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
+/// Problems that the portable backward kernels compute.
+std::vector<Problem> portable_backward_problems() {
   std::vector<Problem> all = backward_problems();
   for (const int64_t d : {64, 128, 192, 256}) {  // CTAs share the q heads of a kv head
     for (const Mask& mask : {full(), causal()}) {
@@ -818,7 +835,11 @@ TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
     all.push_back(backward_problem({.sq = 8192, .sk = 8192, .d = d, .mask = causal()},
                                    {.deterministic = true}));
   }
-  for (const Problem& problem : all) EXPECT_EQ(backward_rejects(problem), "");
+  return all;
+}
+
+void expect_portable_gradients_clean(const std::vector<Problem>& all) {
+  for (const Problem& problem : all) EXPECT_EQ(portable::backward_rejects(problem), "");
   const auto tiles = [](const Problem& problem, const Card& card) {
     std::vector<std::string> rejected;
     std::vector<KernelUse> kernels;
@@ -827,6 +848,13 @@ TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
     return kernels;
   };
   expect_clean(portable_kernels(all, tiles), 10, kFewSpilledBytes);
+}
+
+TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
+  expect_portable_gradients_clean(portable_backward_problems());
+}
+TEST_F(Compile, EveryPortableBackwardPlanOfF32IsClean) {
+  expect_portable_gradients_clean(of_f32(portable_backward_problems()));
 }
 
 // No kernel of the papers' older algorithms spills.

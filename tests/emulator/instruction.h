@@ -114,6 +114,7 @@ void bulk_store(Context& c, const Instruction& i);
 
 // products.cpp
 void multiply_warp(Context& c, const Instruction& i);
+void multiply_tf32_warp(Context& c, const Instruction& i);
 void multiply_warpgroup(Context& c, const Instruction& i);
 void commit_products(Context& c, const Instruction& i);
 void wait_products(Context& c, const Instruction& i);

@@ -45,6 +45,51 @@ void multiply_warp(Context& c, const Instruction& i) {
 
 namespace {
 
+/// A number of tf32: the lower 13 bits do not count.
+double f64_of_tf32(uint32_t x) { return bits_of<float>(x & 0xffffe000); }
+
+/// Sums are rounded toward zero.
+float toward_zero(double x) {
+  const auto nearest = static_cast<float>(x);
+  return std::fabs(static_cast<double>(nearest)) > std::fabs(x) && std::isfinite(x)
+             ? std::nextafter(nearest, 0.F)
+             : nearest;
+}
+
+}  // namespace
+
+void multiply_tf32_warp(Context& c, const Instruction& i) {
+  current->uses_loads();
+  emulator_counts.products += 16 * 8 * 8 / 32;
+  struct Lane {
+    float c[4];
+    uint32_t a[4], b[2];
+  } mine;
+  for (int k = 0; k < 4; ++k) mine.a[k] = c.get32(i.atoms[k + 4]);
+  for (int k = 0; k < 2; ++k) mine.b[k] = c.get32(i.atoms[k + 8]);
+  for (int k = 0; k < 4; ++k) mine.c[k] = c.get_float(i.atoms[k + 10]);
+  meet(~0u, &mine, [](void* const* lanes, uint32_t) {
+    double a[16][8], b[8][8];
+    for (int lane = 0; lane < 32; ++lane) {
+      const Lane& from = *static_cast<Lane*>(lanes[lane]);
+      const int r = lane / 4, q = lane % 4;
+      for (int k = 0; k < 4; ++k) a[r + k % 2 * 8][q + k / 2 * 4] = f64_of_tf32(from.a[k]);
+      for (int k = 0; k < 2; ++k) b[q + k * 4][r] = f64_of_tf32(from.b[k]);
+    }
+    for (int lane = 0; lane < 32; ++lane)
+      for (int k = 0; k < 4; ++k) {
+        const int row = lane / 4 + k / 2 * 8, column = lane % 4 * 2 + k % 2;
+        float& to = static_cast<Lane*>(lanes[lane])->c[k];
+        double sum = to;
+        for (int j = 0; j < 8; ++j) sum += a[row][j] * b[j][column];
+        to = toward_zero(sum);
+      }
+  });
+  for (int k = 0; k < 4; ++k) c.set_float(i.atoms[k], mine.c[k]);
+}
+
+namespace {
+
 /// An operand of a product: how many elements 16 bytes hold, of which two are a step along k.
 struct Elements {
   float (*code)(uint8_t);  ///< those of 8 bits; null: there are none

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "cuda/jit/target.h"
+#include "fulgur/tensor.h"
 
 namespace fulgur::cuda {
 
@@ -23,10 +24,17 @@ struct Card {
   bool operator==(const Card&) const = default;
 };
 
-/// FLOP per clock and SM of the fastest dense products of 16-bit inputs that its kernels use.
-inline double tensor_rate(const Card& card) {
+/// FLOP per clock and SM of dense products by mma.sync. One of f32 is three of tf32, which every
+/// card multiplies at half the rate of 16 bits.
+inline double mma_rate(DType dtype, const Card& card) {
+  return dtype == DType::kF32 ? card.mma_rate / 6 : card.mma_rate;
+}
+
+/// FLOP per clock and SM of the fastest dense products that its kernels use.
+inline double tensor_rate(DType dtype, const Card& card) {
   constexpr double kWgmmaRate = 4096;
-  return features_of(card.target).has_wgmma ? kWgmmaRate : card.mma_rate;
+  const bool by_wgmma = features_of(card.target).has_wgmma && dtype != DType::kF32;
+  return by_wgmma ? kWgmmaRate : mma_rate(dtype, card);
 }
 
 }  // namespace fulgur::cuda

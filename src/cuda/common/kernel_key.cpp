@@ -32,6 +32,7 @@ static_assert(is_known<DType::kE5M2>(kernels::kE5M2));
 static_assert(is_known<DType::kInt8>(kernels::kInt8));
 static_assert(is_known<DType::kInt4>(kernels::kInt4));
 
+constexpr int kMinStep = 16;                 // of columns that kernels take together
 constexpr double kMinBiasedScale = 0x1p-12;  // kHidingBias divided by it is finite in f32
 constexpr int64_t kMaxBound =
     (int64_t{1} << 30) - 1024;  // bounds beyond it never bind, and fit ints with diagonals
@@ -95,7 +96,7 @@ OperandTypes multiplied(const Problem& p) {
 KernelKey kernel_key(const Problem& p) {
   const OperandTypes types = multiplied(p);
   const auto rounded = [](int64_t dim, DType dtype) {
-    const int step = kernels::k_step(element_of(dtype));
+    const int step = std::max(kernels::k_step(element_of(dtype)), kMinStep);
     return ceil_div(dim, step) * step;
   };
   const DeviceExpressions expressions(p);
@@ -128,8 +129,10 @@ kernels::Operands operands_of(const KernelKey& key) {
   return {element_of(types.q), element_of(types.k), element_of(types.v), element_of(types.out)};
 }
 
-std::string dtypes_rejected(const OperandTypes& dtypes) {
-  if (!dtypes.in({DType::kBF16, DType::kF16})) return "computes bf16 and f16";
+std::string dtypes_rejected(const OperandTypes& dtypes, bool takes_f32) {
+  if (takes_f32 && dtypes == OperandTypes::all(DType::kF32)) return {};
+  if (!dtypes.in({DType::kBF16, DType::kF16}))
+    return takes_f32 ? "computes bf16, f16 and f32" : "computes bf16 and f16";
   // The tensor cores multiply operands of one type: q with k, and gradients of out with v.
   if (dtypes.q != dtypes.k || dtypes.v != dtypes.out) return "multiplies operands of one dtype";
   return {};

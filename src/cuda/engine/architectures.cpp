@@ -17,12 +17,10 @@
 namespace fulgur::cuda {
 
 const Architecture& architecture_of(const Target& target) {
-  static const std::array<const Family*, 6> kHopperFamilies = {
-      &sm90::forward_family(),
-      &decode::hopper_family(),
-      &sm90::invariant_by_rows_family(),
-      &sm90::backward_family(),
-      &portable::backward_family_of_expressions(),
+  static const std::array<const Family*, 7> kHopperFamilies = {
+      &sm90::forward_family(),  &portable::forward_family_for_hopper(),
+      &decode::hopper_family(), &sm90::invariant_by_rows_family(),
+      &sm90::backward_family(), &portable::backward_family_for_hopper(),
       &scores_family()};
   // The rates of every H100, H200 and GH200 are those measured on an H200. For the H100 PCIe the
   // memory bandwidth per SM is assumed to be the same.
@@ -80,7 +78,7 @@ std::string no_family_computes(const Problem& problem, std::span<const Family* c
     if (!family->is_for(problem)) continue;
     const std::string why = family->rejects(problem);
     if (why.empty()) return {};
-    reasons += (reasons.empty() ? "" : "; ") + why;
+    if (reasons.find(why) == std::string::npos) reasons += (reasons.empty() ? "" : "; ") + why;
   }
   return reasons;
 }

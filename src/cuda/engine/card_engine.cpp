@@ -66,7 +66,8 @@ class CardExecutable final : public Executable {
     for (const Sequence& s : lengths) scores += visible_scores(problem_.mask, s);
     scores *= static_cast<double>(problem_.hq * (problem_.alike() ? problem_.batch : 1));
     const double flops = scores * flops_per_score(problem_);
-    const double peak = card_.sms * card_.megahertz * tensor_rate(card_);  // FLOP per microsecond
+    const double rate = tensor_rate(problem_.dtypes.q, card_);
+    const double peak = card_.sms * card_.megahertz * rate;  // FLOP per microsecond
     const double read = card_.bytes_per_cycle * card_.megahertz;
     const std::array<std::pair<const char*, double>, 3> limits = {
         {{"products", flops / peak},

@@ -67,7 +67,7 @@ Candidates all_candidates(const Problem& problem, std::span<const Family* const>
   for (const Family* family : families) {
     if (!family->is_for(problem)) continue;
     if (const std::string why = family->rejects(problem); !why.empty()) {
-      rejected->push_back(why);
+      if (std::ranges::find(*rejected, why) == rejected->end()) rejected->push_back(why);
       continue;
     }
     std::ranges::move(family->candidates(problem, card, rejected), std::back_inserter(all));

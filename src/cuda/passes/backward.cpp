@@ -106,7 +106,11 @@ AnyForwardKey map_key(const AnyBackwardKey& of) {
 }
 
 std::string backward_rejects(const Problem& p) {
-  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  std::string why = dtypes_rejected(p.dtypes);
+  return why.empty() ? backward_sizes_rejected(p) : why;
+}
+
+std::string backward_sizes_rejected(const Problem& p) {
   if (std::string why = sizes_rejected(p); !why.empty()) return why;
   const BackwardShapes maps = backward_shapes(p);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},

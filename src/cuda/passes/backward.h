@@ -110,8 +110,10 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
           .method = key.makes_map ? MapMethod::kPrepare : MapMethod::kSeparate};
 }
 
-/// Why no kernel computes a backward problem; empty if one does.
+/// Why no kernel of 16-bit operands computes a backward problem; empty if one does.
 std::string backward_rejects(const Problem& problem);
+/// Why no kernel computes one of so many rows, heads and columns; empty if one does.
+std::string backward_sizes_rejected(const Problem& problem);
 
 void set_problem(const Problem& problem, AnyBackwardKey& key, AnyBackwardPlan& plan);
 

@@ -108,9 +108,12 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
   tensor_gradients_.launch(stream, p, args, workspace + at_.tensor_sums);
 }
 
-const Family& backward_family_of_expressions() {
+const Family& backward_family_for_hopper() {
   static const PlannedFamily<BackwardCandidate> kFamily(
-      [](const Problem& p) { return p.pass == Pass::kBackward && p.expressions.given(); },
+      [](const Problem& p) {
+        const bool others = p.expressions.given() || p.dtypes.q == DType::kF32;
+        return p.pass == Pass::kBackward && others;
+      },
       backward_rejects, backward_candidates);
   return kFamily;
 }

@@ -30,8 +30,8 @@ using BackwardCandidate = PlannedCandidate<BackwardPlan, BackwardExecutable, bac
 
 /// The kernels of portable/backward/.
 const Family& backward_family();
-/// The same kernels for calls with expressions only, on devices where another family computes all
-/// other calls.
-const Family& backward_family_of_expressions();
+/// On Hopper, for what its own kernels do not compute, or not as well: f32, and calls with
+/// expressions.
+const Family& backward_family_for_hopper();
 
 }  // namespace fulgur::cuda::portable

@@ -25,16 +25,16 @@ double step_cycles(const BackwardPlan& plan, const Card& card) {
   const double d = plan.head_dim, dv = plan.value_dim;
   const double instructions = kGradients + kOfTransform * plan.transforms_scores +
                               kOfBias * plan.scores_hide() + kOfDropout * plan.dropout;
-  const double products = 2 * scores * (3 * d + 2 * dv) / card.mma_rate;
+  const double products = 2 * scores * (3 * d + 2 * dv) / mma_rate(plan.dtypes.q, card);
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;
-  // Bytes read from shared memory: K and V by the two warps of a role that have the same keys; Q
+  // Elements read from shared memory: K and V by the two warps of a role that have the same keys; Q
   // and dO by the key warps of a role for scores and, by each of its warps half of the columns, for
   // gradients; for dQ, K by two groups of rows, and dS by each group of columns.
   const double groups = plan.warps / 2.0, key_warps = groups / plan.roles;
-  const double bytes = 2 * (2 * keys * (2 * d + dv) + key_warps * rows * 2 * (d + dv)) +
-                       2 * scores * (2 + 2 + groups);
-  const double shared = bytes / kSharedBytes;
+  const double elements =
+      2 * keys * (2 * d + dv) + key_warps * rows * 2 * (d + dv) + scores * (2 + 2 + groups);
+  const double shared = static_cast<double>(size_of(plan.dtypes.q)) * elements / kSharedBytes;
   const double added = rows * d * 4 / kAddedBytes;
   const double longest = std::max({products, scalar, exponentials, shared, added});
   const double others = products + scalar + exponentials + shared + added - longest;

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <span>
 
 #include "cuda/common/host_metadata.h"
 #include "cuda/device/launch_memory.h"
@@ -24,6 +25,19 @@ constexpr BackwardTile kBackwardTiles[] = {
     {64, 128, 32, 64, 8, 1, true},  {128, 192, 64, 64, 8, 2, true}, {128, 192, 32, 64, 8, 2, true},
     {192, 256, 64, 64, 8, 2, true}, {192, 256, 32, 64, 8, 2, true}, {192, 256, 32, 32, 4, 2, true},
 };
+// Those of f32, whose elements take twice the shared memory.
+constexpr BackwardTile kBackwardTilesOfF32[] = {
+    {0, 64, 32, 128, 8, 1, true},   {0, 64, 32, 64, 8, 1, true},    {64, 128, 32, 64, 8, 1, true},
+    {64, 128, 32, 32, 8, 2, true},  {128, 192, 32, 64, 8, 1, true}, {128, 192, 32, 32, 8, 2, true},
+    {128, 192, 32, 16, 4, 2, true}, {192, 256, 32, 64, 8, 1, true}, {192, 256, 32, 32, 8, 2, true},
+    {192, 256, 32, 16, 4, 2, true},
+};
+
+std::span<const BackwardTile> tiles_of(const Problem& p) {
+  if (p.dtypes.q == DType::kF32) return kBackwardTilesOfF32;
+  return kBackwardTiles;
+}
+
 constexpr int kMaxStages = 3;
 constexpr int kFewKeyBlocks = 2;   // per SM: with four, splits were 1 to 4% slower
 constexpr int kOrderedBlocks = 8;  // per SM and section, if they add dQ in order
@@ -165,10 +179,15 @@ BackwardWorkspace workspace_of(const Problem& p, const BackwardPlan& plan) {
   return at;
 }
 
+std::string backward_rejects(const Problem& p) {
+  std::string why = dtypes_rejected(p.dtypes, /*takes_f32=*/true);
+  return why.empty() ? backward_sizes_rejected(p) : why;
+}
+
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const Card& card,
                                                        std::vector<std::string>* rejected) {
   std::vector<Fitting<BackwardPlan>> tiles;
-  for (const BackwardTile& tile : kBackwardTiles) {
+  for (const BackwardTile& tile : tiles_of(p)) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim) continue;
     if ((p.has(Arg::kBias) || p.expressions.given()) && !tile.biased) continue;

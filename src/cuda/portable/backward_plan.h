@@ -15,6 +15,10 @@ struct BackwardWorkspace : AnyBackwardWorkspace {
 };
 BackwardWorkspace workspace_of(const Problem& problem, const BackwardPlan& plan);
 
+/// Why portable/backward/keys.cu does not compute a problem, and what it computes; empty if it
+/// computes it.
+std::string backward_rejects(const Problem& problem);
+
 /// A plan for every tile that fits. Adds the reasons of other tiles to `rejected`.
 std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& problem, const Card& card,
                                                        std::vector<std::string>* rejected);

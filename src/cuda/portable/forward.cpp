@@ -58,4 +58,11 @@ const Family& forward_family() {
   return kFamily;
 }
 
+const Family& forward_family_for_hopper() {
+  static const PlannedFamily<ForwardCandidate> kFamily(
+      [](const Problem& p) { return p.pass == Pass::kForward && p.dtypes.q == DType::kF32; },
+      forward_rejects, forward_candidates);
+  return kFamily;
+}
+
 }  // namespace fulgur::cuda::portable

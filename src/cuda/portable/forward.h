@@ -32,5 +32,7 @@ using ForwardCandidate = PlannedCandidate<ForwardPlan, ForwardExecutable, forwar
 
 /// The kernels of portable/forward/.
 const Family& forward_family();
+/// On Hopper, for what its own kernels do not compute: f32.
+const Family& forward_family_for_hopper();
 
 }  // namespace fulgur::cuda::portable

@@ -28,15 +28,16 @@ struct KeyTile {
 KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
   const double scores = 64.0 * plan.warp_strips * plan.block_keys;
   const int dims = plan.head_dim + plan.value_dim;
+  const auto bytes = static_cast<double>(size_of(plan.dtypes.q));
   const double instructions = kSoftmax + kTransform * plan.transforms_scores +
                               kBias * plan.scores_hide() + kDropout * plan.dropout;
-  const double products = 2 * scores * dims / card.mma_rate;
+  const double products = 2 * scores * dims / mma_rate(plan.dtypes.q, card);
   const double scalar = scores * instructions / capability_row(card.capability).fp32_lanes;
   const double exponentials = scores / kExponentials;
-  const double keys = 4.0 * plan.block_keys * dims * 2;  // bytes of K and V, read by each warp
-  const double q = plan.q_in_registers ? 0 : 64.0 * plan.warp_strips * plan.head_dim * 2;
+  const double keys = 4.0 * plan.block_keys * dims * bytes;  // of K and V, read by each warp
+  const double q = plan.q_in_registers ? 0 : 64.0 * plan.warp_strips * plan.head_dim * bytes;
   const double shared = (keys + q) / kSharedBytes;
-  const double copies = plan.block_keys * dims * 2.0 * plan.warp_strips / plan.strips / kL2Bytes;
+  const double copies = plan.block_keys * dims * bytes * plan.warp_strips / plan.strips / kL2Bytes;
   const double longest = std::max({products, scalar, exponentials, shared, copies});
   const double others = products + scalar + exponentials + shared - longest;
   return {longest + kNotHidden * others, products + std::max(scalar, exponentials) + kTileCycles};

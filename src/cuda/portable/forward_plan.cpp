@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <span>
 
 #include "cuda/common/host_metadata.h"
 #include "cuda/common/tensor_shape.h"
@@ -60,6 +61,20 @@ constexpr Tile kTiles[] = {
     {192, 256, 1, 1, 64, 1, false, 2, kUntransformed & ~Tile::kPlain},
     {192, 256, 1, 1, 32, 1, false, 2, kAny},
 };
+
+// Those of f32, whose elements take twice the shared memory, and P twice the registers.
+constexpr Tile kTilesOfF32[] = {
+    {0, 64, 2, 1, 32, 1, false, 1, kAny},    {0, 64, 1, 1, 32, 1, false, 3, kAny},
+    {64, 128, 2, 1, 32, 1, false, 1, kAny},  {64, 128, 1, 1, 32, 1, false, 2, kAny},
+    {128, 192, 2, 1, 32, 1, false, 1, kAny}, {128, 192, 1, 1, 32, 1, false, 1, kAny},
+    {192, 256, 2, 1, 32, 1, false, 1, kAny}, {192, 256, 1, 1, 32, 1, false, 1, kAny},
+    {192, 256, 1, 1, 16, 1, false, 1, kAny},
+};
+
+std::span<const Tile> tiles_of(const Problem& p) {
+  if (p.dtypes.q == DType::kF32) return kTilesOfF32;
+  return kTiles;
+}
 
 // The mma.sync rate from which on warps of 16 rows are limited by loads from shared memory.
 constexpr int kFastRate = 2048;
@@ -145,7 +160,7 @@ ForwardWorkspace workspace_of(const Problem& p, const ForwardPlan& plan) {
 }
 
 std::string forward_rejects(const Problem& p) {
-  if (std::string why = dtypes_rejected(p.dtypes); !why.empty()) return why;
+  if (std::string why = dtypes_rejected(p.dtypes, /*takes_f32=*/true); !why.empty()) return why;
   if (std::string why = sizes_rejected(p); !why.empty()) return why;
   if (p.cache.paged() && p.cache.ids * p.cache.page > std::numeric_limits<int>::max()) {
     return fmt::format("computes up to 2^31 keys in lists of pages, got {} pages of {}",
@@ -172,7 +187,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
   std::vector<Fitting<ForwardPlan>> tiles;
   const int scores = scores_of(p, card);
   bool wide = false;
-  for (const Tile& tile : kTiles) {
+  for (const Tile& tile : tiles_of(p)) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;
     Fitting<ForwardPlan> t{common(p), 0, {}};

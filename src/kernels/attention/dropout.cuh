@@ -57,6 +57,16 @@ struct Kept {
 #pragma unroll
     for (int i = first; i < first + count; ++i) P[i] &= pair(i);
   }
+  // All ones if accumulator i is kept, else 0.
+  __device__ __forceinline__ u32 element(int i) const {
+    return u32(int(word[i / 32] << (24 - i % 4 * 8 + i / 4 % 8)) >> 31);
+  }
+  // Clears the elements of a type that are not kept, in words of pack_words.
+  template <class Type, int words>
+  __device__ __forceinline__ void drop_words(u32 (&P)[words]) const {
+#pragma unroll
+    for (int i = 0; i < words; ++i) P[i] &= Type::kBytes == 4 ? element(accumulator_of_word(i)) : pair(i);
+  }
 };
 
 // The decisions on four keys of a query join those before them: bit 0 of byte w for the key of word w. `keys`: the

@@ -84,7 +84,7 @@ __device__ __forceinline__ void compute_row(const AttentionParams& p, const Plac
       output_scale(p, place.head, sum, shift, value_descale(p, place.batch, place.head / p.group));
 #pragma unroll
   for (int i = 0; i < kOutput; ++i) {
-    if (lane + 32 * i < p.dv) out[lane + 32 * i] = static_cast<ElementO::Memory>(ElementO::pack(o[i] * scale, 0));
+    if (lane + 32 * i < p.dv) out[lane + 32 * i] = from_f32<ElementO::kType>(o[i] * scale);
   }
 }
 

@@ -11,7 +11,7 @@ enum : int {
   kPWords = kBlockKeys * ElementP::kBytes / 8,  // of a thread's P
   // The maximum moves when the sum of a thread's columns of a row of P exceeds this. No number of f16 exceeds 65504. No
   // number of e4m3 exceeds 448; there the sum is that of a fourth of these columns, and bounds each of them.
-  kSumLimit = ElementP::kType == kE4M3 ? 448 : ElementP::kType == kBF16 ? 1 << 24 : 1 << 12,
+  kSumLimit = ElementP::kType == kE4M3 ? 448 : ElementP::kType == kF16 ? 1 << 12 : 1 << 24,
   // P is 2 to this at the maximum: e4m3 has few numbers below 1, and a sum of equal ones does not exceed its limit.
   kTopExponent = ElementP::kType != kE4M3 ? 0 : kBlockKeys > 112 ? 4 : 5,
 };
@@ -61,7 +61,10 @@ __device__ __forceinline__ float exponentials(const float (&S)[kBlockKeys / 2], 
       b0 = i == 0 ? p2 : b0 + p2;
       b1 = i == 0 ? p3 : b1 + p3;
     }
-    if constexpr (ElementP::kType != kE4M3) {
+    if constexpr (ElementP::kType == kF32) {
+      P[i] = __float_as_uint(p0), P[i + 1] = __float_as_uint(p2);  // as pack_words
+      P[i + 2] = __float_as_uint(p1), P[i + 3] = __float_as_uint(p3);
+    } else if constexpr (ElementP::kType != kE4M3) {
       P[i / 2] = ElementP::pack(p0, p1);
       P[i / 2 + 1] = ElementP::pack(p2, p3);
     } else if (i % 8 == 0) {

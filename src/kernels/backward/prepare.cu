@@ -20,20 +20,25 @@ enum : int {
 
 // 8 columns of a row, of which `count` exist.
 struct Columns {
-  u32 packed[4];
+  u32 packed[2 * ElementO::kBytes];
 };
 __device__ __forceinline__ Columns load_columns(const ElementO::Memory* from, int count) {
   Columns x = {};
   if (!kElements) {
-    if (count > 0) {
-      const uint4 all = *reinterpret_cast<const uint4*>(from);
-      x = {all.x, all.y, all.z, all.w};
-    }
+#pragma unroll
+    for (int i = 0; i < ElementO::kBytes / 2; ++i)
+      if (count > 4 * i) {
+        const uint4 all = reinterpret_cast<const uint4*>(from)[i];
+        x.packed[4 * i] = all.x, x.packed[4 * i + 1] = all.y, x.packed[4 * i + 2] = all.z, x.packed[4 * i + 3] = all.w;
+      }
     return x;
   }
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    if (i < count) x.packed[i / 2] |= u32(from[i]) << (i % 2 * 16);
+    if (i < count) {
+      if constexpr (ElementO::kBytes == 4) x.packed[i] = __float_as_uint(from[i]);
+      else x.packed[i / 2] |= u32(from[i]) << (i % 2 * 16);
+    }
   return x;
 }
 
@@ -41,9 +46,13 @@ __device__ __forceinline__ Columns load_columns(const ElementO::Memory* from, in
 __device__ __forceinline__ float row_product(const Columns& out, const Columns& dout) {
   float sum = 0;
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    sum += ElementO::low(out.packed[i]) * ElementO::low(dout.packed[i]) +
-           ElementO::high(out.packed[i]) * ElementO::high(dout.packed[i]);
+  for (int i = 0; i < 2 * ElementO::kBytes; ++i) {
+    if constexpr (ElementO::kBytes == 4)
+      sum += __uint_as_float(out.packed[i]) * __uint_as_float(dout.packed[i]);
+    else
+      sum += ElementO::low(out.packed[i]) * ElementO::low(dout.packed[i]) +
+             ElementO::high(out.packed[i]) * ElementO::high(dout.packed[i]);
+  }
 #pragma unroll
   for (int bit = 1; bit < kLanes; bit *= 2) sum += __shfl_xor_sync(0xffffffff, sum, bit);
   return sum;

@@ -199,7 +199,8 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
   refused({.max_workspace = 1 << 20}, Status::kInvalidArgument,
           "max_workspace: got 1048576, want 0");
   refused({.batch = 0}, Status::kInvalidArgument, "q: got no row");
-  refused({.dtype = DType::kF32}, Status::kUnsupported, "engine cuda: computes bf16 and f16");
+  refused({.dtype = DType::kF64, .lse = false}, Status::kUnsupported,
+          "engine cuda: computes bf16 and f16");
   const AppendingCall appending({.sq = 1});
   EXPECT_TRUE(
       contains(message_of([&] { cuda::tune(appending.call.args); }), "append: given, want none"));

@@ -57,6 +57,19 @@ TEST_F(Sanitize, EveryTile) {
   }
 }
 
+// One tile has other kernels for other head dims.
+TEST_F(Sanitize, EveryTileOfF32) {
+  for (const auto& [d, dv] : {std::pair{256, 200}, {130, 192}, {128, 128}, {64, 50}, {8, 24}}) {
+    Workload w({.dtype = DType::kF32, .sq = 150, .sk = 200, .d = d, .dv = dv, .mask = causal()}, 1);
+    const Expected e = expect(w);
+    std::set<std::string> seen;
+    run_tiles<ForwardArgs>(
+        w, w.forward, seen, [] {}, [&] { return forward_is_right(w, e); });
+    run_tiles<BackwardArgs>(
+        w, w.backward, seen, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); });
+  }
+}
+
 /// Whether attention has Hopper's kernels here: on other GPUs, and where FULGUR_CUDA_TARGET says
 /// so, it has portable ones.
 bool has_hoppers_kernels() {

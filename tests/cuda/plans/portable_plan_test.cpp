@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <set>
+#include <tuple>
+#include <vector>
 
 #include "backward_call.h"
 #include "cuda/decode/candidates.h"
@@ -26,25 +28,47 @@ TileId tile_of(const Problem& problem, const Card& card) {
   return ranked(problem, architecture_of(kTarget).families, card, {}, &reasons).at(0)->tile;
 }
 
+/// What decides which tiles there are: d, whether there is a bias, the dtype.
+const std::vector<std::tuple<int64_t, bool, DType>> kOfTiles = [] {
+  std::vector<std::tuple<int64_t, bool, DType>> all;
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    for (const int64_t d : {1, 16, 64, 65, 96, 128, 129, 192, 193, 224, 256}) {
+      for (const bool bias : {false, true}) all.emplace_back(d, bias, dtype);
+    }
+  }
+  return all;
+}();
+
 TEST(PortablePlan, EveryCardHasTilesThatFit) {
   for (const Card& card : known_cards()) {
-    for (const int64_t d : {1, 16, 64, 65, 96, 128, 129, 192, 193, 256}) {
-      for (const bool bias : {false, true}) {
-        std::vector<std::string> rejected;
-        Problem p = forward_problem({.d = d, .mask = causal()});
-        p.given.set(Arg::kBias, bias);
-        const auto tiles = forward_candidates(p, card, &rejected);
-        EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
-        std::set<std::string> names;  // tuning knows tiles by them
-        for (const auto& [plan, cycles, tuned_only] : tiles) {
-          EXPECT_LE(plan.shared_bytes, card.shared_bytes);
-          EXPECT_LE(plan.residents * (plan.shared_bytes + 1024), card.sm_shared_bytes);
-          EXPECT_EQ(plan.work.q_tiles, kernels::blocks_of(plan.work));
-          EXPECT_GT(cycles, 0);
-          EXPECT_TRUE(names.insert(plan.tile().text()).second);
-        }
+    for (const auto& [d, bias, dtype] : kOfTiles) {
+      std::vector<std::string> rejected;
+      Problem p = forward_problem({.dtype = dtype, .d = d, .mask = causal()});
+      p.given.set(Arg::kBias, bias);
+      const auto tiles = forward_candidates(p, card, &rejected);
+      EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
+      std::set<std::string> names;  // tuning knows tiles by them
+      for (const auto& [plan, cycles, tuned_only] : tiles) {
+        EXPECT_LE(plan.shared_bytes, card.shared_bytes);
+        EXPECT_LE(plan.residents * (plan.shared_bytes + 1024), card.sm_shared_bytes);
+        EXPECT_EQ(plan.work.q_tiles, kernels::blocks_of(plan.work));
+        EXPECT_GT(cycles, 0);
+        EXPECT_TRUE(names.insert(plan.tile().text()).second);
       }
     }
+  }
+}
+
+// Hopper's own kernels take 16 bits.
+TEST(PortablePlan, F32OnHopper) {
+  for (const Problem& p :
+       {forward_problem({.dtype = DType::kF32}), backward_problem({.dtype = DType::kF32})}) {
+    Reasons reasons;
+    Card card;
+    card.target = {90, Target::Form::kSpecific};
+    const auto families = architecture_of(card.target).families;
+    const TileId tile = ranked(p, families, card, {}, &reasons).at(0)->tile;
+    EXPECT_TRUE(tile.family.starts_with("portable_")) << tile.family;
   }
 }
 
@@ -107,23 +131,23 @@ TEST(PortablePlan, AFasterCardIsPredictedToTakeFewerCycles) {
 
 TEST(PortableBackwardPlan, EveryCardHasTilesThatFit) {
   for (const Card& card : known_cards()) {
-    for (const int64_t d : {1, 16, 64, 65, 96, 128, 129, 192, 193, 256}) {
-      for (const bool bias : {false, true}) {
-        std::vector<std::string> rejected;
-        Problem p = backward_problem({.sq = 700, .sk = 900, .d = d, .mask = causal()});
-        p.given.set(Arg::kBias, bias);
-        const auto tiles = backward_candidates(p, card, &rejected);
-        EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
-        std::set<std::string> names;  // tuning knows tiles by them
-        for (const auto& [plan, cycles, tuned_only] : tiles) {
-          EXPECT_LE(plan.shared_bytes, card.shared_bytes);
-          EXPECT_GE(plan.key_blocks.blocks * plan.block_keys, 900);
-          EXPECT_EQ(plan.key_blocks.batch_heads, p.batch * p.hk * plan.splits);
-          EXPECT_EQ(plan.splits * plan.split_heads, p.group());
-          EXPECT_EQ(plan.dq_by_fours, card.capability >= 90);
-          EXPECT_GT(cycles, 0);
-          EXPECT_TRUE(names.insert(plan.tile().text()).second);
-        }
+    for (const auto& [d, bias, dtype] : kOfTiles) {
+      std::vector<std::string> rejected;
+      Problem p =
+          backward_problem({.dtype = dtype, .sq = 700, .sk = 900, .d = d, .mask = causal()});
+      p.given.set(Arg::kBias, bias);
+      const auto tiles = backward_candidates(p, card, &rejected);
+      const bool too_large = dtype == DType::kF32 && d > 224 && card.shared_bytes < (100 << 10);
+      EXPECT_EQ(tiles.empty(), too_large) << card.name << " d " << d;
+      std::set<std::string> names;  // tuning knows tiles by them
+      for (const auto& [plan, cycles, tuned_only] : tiles) {
+        EXPECT_LE(plan.shared_bytes, card.shared_bytes);
+        EXPECT_GE(plan.key_blocks.blocks * plan.block_keys, 900);
+        EXPECT_EQ(plan.key_blocks.batch_heads, p.batch * p.hk * plan.splits);
+        EXPECT_EQ(plan.splits * plan.split_heads, p.group());
+        EXPECT_EQ(plan.dq_by_fours, card.capability >= 90);
+        EXPECT_GT(cycles, 0);
+        EXPECT_TRUE(names.insert(plan.tile().text()).second);
       }
     }
   }
@@ -256,9 +280,16 @@ TEST(PortablePlan, InvariantCallsAreNotSplit) {
 
 TEST(PortablePlan, SaysWhatItDoesNotCompute) {
   EXPECT_EQ(forward_rejects(forward_problem({})), "");
+  EXPECT_EQ(forward_rejects(forward_problem({.dtype = DType::kF32})), "");
+  Problem f64 = forward_problem({});
+  f64.dtypes = OperandTypes::all(DType::kF64);
+  EXPECT_EQ(forward_rejects(f64), "computes bf16, f16 and f32");
   EXPECT_EQ(forward_rejects(forward_problem({.d = 320})),
             "computes d and dv up to 256, got 320 and 320");
   EXPECT_EQ(backward_rejects(backward_problem({})), "");
+  EXPECT_EQ(backward_rejects(backward_problem({.dtype = DType::kF32})), "");
+  f64.pass = Pass::kBackward;
+  EXPECT_EQ(backward_rejects(f64), "computes bf16, f16 and f32");
   EXPECT_EQ(backward_rejects(backward_problem({.d = 320})),
             "computes d and dv up to 256, got 320 and 320");
 }

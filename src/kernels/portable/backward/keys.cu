@@ -34,8 +34,7 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
       if (kHasScoreSlope) X[t][i] *= tile.slopes[i];
     }
     if (masked) hide_rows(X[t], tile.visible);
-#pragma unroll
-    for (int i = 0; i < kHalfRows / 4; ++i) dS[t][i] = ElementDs::pack(X[t][2 * i], X[t][2 * i + 1]);
+    pack_words<ElementDs>(X[t], dS[t]);
   }
 }
 

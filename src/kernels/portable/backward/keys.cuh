@@ -49,7 +49,8 @@ struct TileWeights {
 // P^T of 16 keys of a warp in a step, from `first` on. S^T in S becomes P before dropout; P is after dropout.
 __device__ __forceinline__ void weights_of_tile(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
                                                 const Steps& step, bool masked, u32 statistics, int first,
-                                                float (&S)[kHalfRows / 2], u32 (&P)[kHalfRows / 4], TileWeights& tile) {
+                                                float (&S)[kHalfRows / 2], u32 (&P)[words_of<ElementP>(kHalfRows / 2)],
+                                                TileWeights& tile) {
   const Lengths& n = keys.n;
   const int row = step.row() + part.half * kHalfRows;
   const int query = row + int(thread_column());
@@ -81,11 +82,8 @@ __device__ __forceinline__ void weights_of_tile(const BackwardParams& p, u32 sme
         if (mask_mod_hides(p, at.moved(i / 4 * 8 + (i & 1), i & 2 ? 8 : 0))) S[i] = 0;
     }
   }
-#pragma unroll
-  for (int i = 0; i < kHalfRows / 4; ++i) {
-    P[i] = ElementP::pack(S[2 * i], S[2 * i + 1]);
-    if (kDropout) P[i] &= tile.kept.pair(i);
-  }
+  pack_words<ElementP>(S, P);
+  if (kDropout) tile.kept.template drop_words<ElementP>(P);
 }
 
 // Adds four sums of a thread to dq_accum, or stores them. `to`: the 128 floats of the warp.

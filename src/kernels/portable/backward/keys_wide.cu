@@ -55,7 +55,8 @@ __device__ __forceinline__ void gradients_of_step(const BackwardParams& p, const
       if (kDropout) {
         float delta[2];
         load_shared_pair(statistics + i / 4 * 32, delta[0], delta[1]);
-        const bool keeps = P[t][i / 2] & (i % 2 ? 0xffff0000 : 0xffff);
+        const bool keeps = ElementP::kBytes == 4 ? P[t][accumulator_of_word(i)] != 0
+                                                 : P[t][i / 2] & (i % 2 ? 0xffff0000 : 0xffff);
         X[t][i] = __fmaf_rn(keeps ? X[t][i] : 0, p.keep_scale, delta[i & 1]);
       }
       X[t][i] *= S[t][i];
@@ -64,8 +65,7 @@ __device__ __forceinline__ void gradients_of_step(const BackwardParams& p, const
       const int key = keys.first() + part.key + 16 * t + int(thread_row());
       hide_rows(X[t], visible_rows<kHalfRows>(p, keys.n, key, row));
     }
-#pragma unroll
-    for (int i = 0; i < kHalfRows / 4; ++i) dS[t][i] = ElementDs::pack(X[t][2 * i], X[t][2 * i + 1]);
+    pack_words<ElementDs>(X[t], dS[t]);
   }
 }
 
@@ -75,21 +75,14 @@ using ElementFactor = ElementType<kHalfFactors ? kF16 : ElementP::kType>;
 __device__ __forceinline__ void store_factors(const float (&S)[kKeyTiles][kHalfRows / 2], const Part& part, u32 to) {
   Weights packed;
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
-#pragma unroll
-    for (int i = 0; i < kHalfRows / 4; ++i) packed[t][i] = ElementFactor::pack(S[t][2 * i], S[t][2 * i + 1]);
+  for (int t = 0; t < kKeyTiles; ++t) pack_words<ElementFactor>(S[t], packed[t]);
   store_weights(packed, part, to);
 }
 __device__ __forceinline__ void load_factors(float (&S)[kKeyTiles][kHalfRows / 2], const Part& part, u32 from) {
   Weights packed;
   load_weights(packed, part, from);
 #pragma unroll
-  for (int t = 0; t < kKeyTiles; ++t)
-#pragma unroll
-    for (int i = 0; i < kHalfRows / 4; ++i) {
-      S[t][2 * i] = ElementFactor::low(packed[t][i]);
-      S[t][2 * i + 1] = ElementFactor::high(packed[t][i]);
-    }
+  for (int t = 0; t < kKeyTiles; ++t) unpack_words<ElementFactor>(packed[t], S[t]);
 }
 
 extern __shared__ __align__(1024) unsigned char raw[];

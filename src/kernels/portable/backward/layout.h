@@ -56,7 +56,7 @@ FULGUR_SHARED PortableBackwardLayout portable_backward_layout(const PortableBack
   map.dout = tile_bytes(tile.types.q, tile.head_dim, tile.block_rows);
   map.stage_bytes = map.dout + tile_bytes(tile.types.o, tile.value_dim, tile.block_rows);
   map.weights = map.stages + tile.stages * map.stage_bytes;
-  map.weights_bytes = 2 * tile.block_rows * 2 * tile.block_keys;
+  map.weights_bytes = 2 * tile.block_rows * bytes_of(tile.types.o) * tile.block_keys;
   map.statistics = map.weights + tile.ds_stages * map.weights_bytes;
   map.dropout_key = map.statistics + tile.stages * 2 * tile.block_rows * int(sizeof(float));
   map.number = map.dropout_key + 8;

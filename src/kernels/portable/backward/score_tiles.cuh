@@ -5,6 +5,7 @@
 #include "backward/bias_sums.cuh"
 #include "portable/backward/bias_tile.h"
 #include "portable/common/copy_rows.cuh"
+#include "portable/common/products_f32.cuh"
 
 __device__ constexpr PortableBiasLayout kLayout = portable_bias_layout(kOperands, kHeadDim, kValueDim);
 enum : int { kThreads = 128, kPanelBytes = kPortableBiasTile * kPanelRowBytes };
@@ -27,6 +28,12 @@ __device__ __forceinline__ void multiply(float (&X)[kBlockKeys / 2], u32 a_tile,
   const u32 keys = b_tile + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) X[i] = 0;
+  if constexpr (Type::kType == kF32) {
+    const auto load = [&](int, int step, u32 (&a)[4]) {
+      load_shared_matrices((rows ^ step % 4 * 32) + step / 4 * kPanelBytes, a);
+    };
+    return add_products_of_rows<dim, 1>(reinterpret_cast<float (&)[1][kBlockKeys / 2]>(X), load, b_tile, kPanelBytes);
+  }
 #pragma unroll 4
   for (int step = 0; step < dim / 16; ++step) {
     u32 a[4];

@@ -25,7 +25,7 @@ enum : int {
   kKeyPanelBytes = kBlockKeys * kPanelRowBytes,
   kRowPanelBytes = kBlockRows * kPanelRowBytes,
   // The warp's keys of K and V stay in registers.
-  kKeepsKeys = kRoles == 1 && kStages == 3 && kHeadDim <= 64 && kValueDim <= 64,
+  kKeepsKeys = ElementK::kBytes == 2 && kRoles == 1 && kStages == 3 && kHeadDim <= 64 && kValueDim <= 64,
   // The key blocks of a head may be in descending order.
   kMayDescend = kRoles == 2 && kOrderedDq && kHasRight && !kMapsTiles,
 };

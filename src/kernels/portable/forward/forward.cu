@@ -141,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
     // With one strip per warp, a warp may see no key of a tile that other warps see.
     const bool sees = kWarpStrips > 1 || !kHidesKeys || (tile >= strips[0].tiles.begin && tile < strips[0].tiles.end);
     float S[kWarpStrips][kBlockKeys / 2];
-    u32 P[kWarpStrips][kBlockKeys / 4];
+    u32 P[kWarpStrips][kPWords];
     const u32 k = kv.keys(tile, walk);
     if (sees) multiply_scores(S, q, k);
     const u32 v = kv.values(k, walk);
@@ -153,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, kResidents)
         if (kDropout)
           kept_scores<kBlockKeys>(p, smem + kLayout.dropout_key, dropout_head(p, q_tile.batch, q_tile.head),
                                   strips[s].row + warp_row(), tile * kBlockKeys)
-              .drop(P[s]);
+              .drop_words<ElementP>(P[s]);
       }
       multiply_values(O, P, v);
     }

@@ -1,46 +1,7 @@
 // The two products of a key tile, S = Q K^T and O += P V, by the warps of a CTA. A warp has 16 rows of each of its
 // kWarpStrips strips, and multiplies all of them with each fragment of K and V that it loads.
 #pragma once
-#include "attention/fragment.cuh"
-#include "portable/forward/load.cuh"
-
-// Steps of 16 columns of Q in registers: all of them, or the first kQKept, of which shared memory has all.
-enum : int { kKeptSteps = kQInRegisters ? kHeadDim / 16 : kQKept };
-
-// Q of a warp, in shared memory or in registers.
-class Queries {
- public:
-  // `strip`: the first strip of the warp in the CTA.
-  __device__ __forceinline__ Queries(u32 smem, int strip) {
-    const u32 lane = threadIdx.x % 32;
-    address_ = smem + kLayout.q + strip * kLayout.strip_bytes + swizzled(warp_row() + lane % 16, lane / 16);
-  }
-  // Loads registers, after Q is complete in shared memory.
-  __device__ __forceinline__ void load() {
-#pragma unroll
-    for (int strip = 0; strip < kWarpStrips; ++strip)
-#pragma unroll
-      for (int step = 0; step < kKeptSteps; ++step) load_shared_matrices(place(strip, step), kept_[strip][step]);
-  }
-  // 16 columns of the rows of a strip. `kept`: step < kKeptSteps.
-  template <bool kept>
-  __device__ __forceinline__ void get(int strip, int step, u32 (&a)[4]) const {
-    if constexpr (kept) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[i] = kept_[strip][step][i];
-    } else {
-      load_shared_matrices(place(strip, step), a);
-    }
-  }
-
- private:
-  __device__ __forceinline__ u32 place(int strip, int step) const {
-    return (address_ ^ step % 4 * 32) + strip * kLayout.strip_bytes + step / 4 * kStripPanelBytes;
-  }
-
-  u32 address_;
-  u32 kept_[kWarpStrips][max_of(kKeptSteps, 1)][4];
-};
+#include "portable/forward/products_f32.cuh"
 
 // S += Q K^T for 16 columns. `address`: of the lane's part of K.
 template <bool kept>
@@ -71,21 +32,23 @@ enum : int {
 
 // S = Q K^T for the tile at `k`.
 __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKeys / 2], const Queries& q, u32 k) {
-  const u32 lane = threadIdx.x % 32;
-  const u32 address = k + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int strip = 0; strip < kWarpStrips; ++strip)
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i) S[strip][i] = 0;
+  if constexpr (ElementK::kType == kF32) return add_scores_f32(S, q, k);
+  const u32 lane = threadIdx.x % 32;
+  const u32 address = k + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
   for (int step = 0; step < kKeptSteps; ++step) multiply_step<true>(S, q, address, step);
 #pragma unroll kStepsAtOnce
-  for (int step = kKeptSteps; step < kHeadDim / 16; ++step) multiply_step<false>(S, q, address, step);
+  for (int step = kKeptSteps; step < kSteps; ++step) multiply_step<false>(S, q, address, step);
 }
 
 // O += P V for the tile at `v`.
 __device__ __forceinline__ void multiply_values(float (&O)[kWarpStrips][kValueDim / 2],
-                                                const u32 (&P)[kWarpStrips][kBlockKeys / 4], u32 v) {
+                                                const u32 (&P)[kWarpStrips][kPWords], u32 v) {
+  if constexpr (ElementV::kType == kF32) return add_values_f32(O, P, v);
   const u32 lane = threadIdx.x % 32;
   const u32 address = v + swizzled(lane % 16, lane / 16);
 #pragma unroll
