@@ -4,8 +4,8 @@ attention implementations: ``torch.nn.attention.activate_flash_attention_impl("f
 PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,
 heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA and on the CPU;
 there, calls in float64, of more than 512 columns and with a mask that wants a gradient stay with PyTorch's kernel.
-With attn_mask, PyTorch asks on CUDA for memory-efficient attention: fulgur computes these calls, too, and the gradient
-of the mask, in float16 and bfloat16 of at most 256 columns.
+With attn_mask, and in float32, PyTorch asks on CUDA for memory-efficient attention: fulgur computes these calls, too,
+and the gradient of the mask, in float16 and bfloat16 of at most 256 columns and in float32 of at most 224.
 """
 
 from functools import partial
@@ -25,6 +25,8 @@ _NAMES = {
     "window_right": "window_size_right",
 }  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
+# The columns of calls of memory-efficient attention that every GPU computes, gradients too.
+_COLUMNS = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 224}
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
@@ -113,9 +115,10 @@ def _cpu_backward(
 
 
 def _is_efficients(query, value, attn_bias):
-    """Whether PyTorch's own kernel computes a call of memory-efficient attention."""
-    taken = query.dtype in (torch.float16, torch.bfloat16) and max(query.shape[-1], value.shape[-1]) <= 256
-    return attn_bias is None or not taken
+    """Whether PyTorch's own kernel computes a call of memory-efficient attention: one that may be flash attention's is
+    meant for it."""
+    may_be_flash = attn_bias is None and query.dtype != torch.float32
+    return may_be_flash or max(query.shape[-1], value.shape[-1]) > _COLUMNS.get(query.dtype, 0)
 
 
 def _efficient_forward(
@@ -142,13 +145,16 @@ def _efficient_backward(
             grad_input_mask, is_causal, scale=scale,
         )  # fmt: skip
     # PyTorch expands a mask to all heads and rows; fulgur sums its gradient over those.
-    first = tuple(slice(1) if stride == 0 else slice(None) for stride in attn_bias.stride())
+    strides = () if attn_bias is None else attn_bias.stride()
+    first = tuple(slice(1) if stride == 0 else slice(None) for stride in strides)
+    bias = None if attn_bias is None else attn_bias[first]
+    wants_dbias = attn_bias is not None and grad_input_mask[3]
     rng_state = torch.stack((philox_seed, philox_offset)) if dropout_p else None
-    shared = _given(scale=scale, bias=attn_bias[first], dropout_p=dropout_p, rng_state=rng_state)
-    shared |= _top_left(is_causal) | {"with_dbias": grad_input_mask[3]}
+    shared = _given(scale=scale, bias=bias, dropout_p=dropout_p, rng_state=rng_state)
+    shared |= _top_left(is_causal) | {"with_dbias": wants_dbias}
     lse = logsumexp[..., : query.shape[2]]
     *gradients, sums = _dense_backward(grad_out, query, key, value, out, lse, shared)
-    if not grad_input_mask[3]:
+    if not wants_dbias:
         return *gradients, None
     dbias = torch.zeros_like(attn_bias, memory_format=torch.contiguous_format)
     dbias[first] = sums

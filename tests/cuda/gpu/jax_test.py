@@ -19,8 +19,8 @@ def make(*shapes, dtype=jnp.bfloat16):
     return [jax.device_put(jnp.asarray(rng.standard_normal(s), dtype), jax.devices("gpu")[0]) for s in shapes]
 
 
-def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64):
-    return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, d))
+def make_qkv(sq=128, sk=192, hq=8, hk=2, d=64, dtype=jnp.bfloat16):
+    return make((2, sq, hq, d), (2, sk, hk, d), (2, sk, hk, d), dtype=dtype)
 
 
 class TestJax(unittest.TestCase):
@@ -30,15 +30,16 @@ class TestJax(unittest.TestCase):
         self.assertLess(most, tolerance * max(1, np.abs(want).max()))
 
     def test_results_and_gradients(self):
-        q, k, v = make_qkv()
-        for causal in (False, True):
-            out, gradients = dense(q, k, v, causal)
-            call = lambda q, k, v: attention(q, k, v, causal=causal)  # noqa: E731, B023
-            self.assert_close(call(q, k, v), out)
-            self.assert_close(jax.jit(call)(q, k, v), out)
-            of_sum = jax.jit(jax.grad(lambda *x: call(*x).astype(jnp.float32).sum(), (0, 1, 2)))
-            for got, want in zip(of_sum(q, k, v), gradients):
-                self.assert_close(got, want)
+        for dtype, tolerance in ((jnp.bfloat16, 2e-2), (jnp.float32, 1e-5)):
+            q, k, v = make_qkv(dtype=dtype)
+            for causal in (False, True):
+                out, gradients = dense(q, k, v, causal)
+                call = lambda q, k, v: attention(q, k, v, causal=causal)  # noqa: E731, B023
+                self.assert_close(call(q, k, v), out, tolerance)
+                self.assert_close(jax.jit(call)(q, k, v), out, tolerance)
+                of_sum = jax.jit(jax.grad(lambda *x: call(*x).astype(jnp.float32).sum(), (0, 1, 2)))
+                for got, want in zip(of_sum(q, k, v), gradients):
+                    self.assert_close(got, want, tolerance)
 
     def test_stands_in_for_jax(self):
         q, k, v = make_qkv(hq=4, hk=4)

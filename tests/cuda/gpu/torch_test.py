@@ -65,11 +65,12 @@ class TestAttention(OnGpu):
     OPTIONS = ({}, dict(causal=True), dict(softcap=4.0, scale=0.3))
 
     def test_results(self):
-        for dtype in (torch.bfloat16, torch.float16):
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
             for options in self.OPTIONS:
                 with self.subTest(dtype=dtype, options=options):
                     q, k, v = make_qkv(dtype=dtype)
-                    self.assert_close(attention(q, k, v, **options), math(q, k, v, **options))
+                    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+                    self.assert_close(attention(q, k, v, **options), math(q, k, v, **options), tolerance)
 
     def test_packed_lengths_that_are_freed(self):
         q, k, v = (x.flatten(0, 1) for x in make_qkv(sq=192))
@@ -120,15 +121,16 @@ class TestAttention(OnGpu):
         self.assert_close(attention(q, k, v), math(q, k, v))
 
     def test_gradients(self):
-        for options in self.OPTIONS:
-            with self.subTest(options=options):
-                q, k, v = make_qkv(grad=True)
-                out, lse = attention(q, k, v, return_lse=True, **options)
-                dout = torch.randn_like(out)
-                got = self.gradients(out, (q, k, v), dout)
-                want = torch.autograd.grad(math(q, k, v, **options), (q, k, v), dout.double())
-                for a, b in zip(got, want):
-                    self.assert_close(a, b, 5e-2)
+        for dtype, tolerance in ((torch.bfloat16, 5e-2), (torch.float32, 5e-5)):
+            for options in self.OPTIONS:
+                with self.subTest(dtype=dtype, options=options):
+                    q, k, v = make_qkv(grad=True, dtype=dtype)
+                    out, lse = attention(q, k, v, return_lse=True, **options)
+                    dout = torch.randn_like(out)
+                    got = self.gradients(out, (q, k, v), dout)
+                    want = torch.autograd.grad(math(q, k, v, **options), (q, k, v), dout.double())
+                    for a, b in zip(got, want):
+                        self.assert_close(a, b, tolerance)
 
     def test_sinks(self):
         sinks = torch.tensor([0.5, -torch.inf, -1, 2, 0, 9, -3, 1], device="cuda", requires_grad=True)
@@ -361,6 +363,27 @@ class TestSdpa(OnGpu):
             want = scaled_dot_product_attention(q, k, v, is_causal=True)
         for a, b in zip(got, torch.autograd.grad(want, (q, k, v), dout)):
             self.assert_close(a, b, 5e-2)
+
+    def test_float32(self):
+        """What PyTorch asks memory-efficient attention for, with a mask and without."""
+        calls, compute = [], _operators.forward_into
+        self.addCleanup(setattr, _operators, "forward_into", compute)
+        _operators.forward_into = lambda *x, **y: (calls.append(x), compute(*x, **y))
+        q, k, v = (x.transpose(1, 2) for x in make_qkv(sq=192, hk=8, grad=True, dtype=torch.float32))
+        mask = make((2, 8, 192, 192), dtype=torch.float32, grad=True)[0]
+        for options in (dict(is_causal=True), dict(attn_mask=mask)):
+            inputs = (q, k, v, mask) if "attn_mask" in options else (q, k, v)
+            calls.clear()
+            out = scaled_dot_product_attention(q, k, v, **options)
+            self.assertEqual(len(calls), 1)
+            dout = torch.randn_like(out)
+            with sdpa_kernel(SDPBackend.MATH):
+                exact = {name: x.double() if name == "attn_mask" else x for name, x in options.items()}
+                want = scaled_dot_product_attention(q.double(), k.double(), v.double(), **exact)
+            self.assert_close(out, want, 1e-5)
+            wanted = torch.autograd.grad(want, inputs, dout.double())
+            for a, b in zip(self.gradients(out, inputs, dout), wanted):
+                self.assert_close(a, b, 5e-5)
 
     def test_the_first_call_of_a_process_is_ours(self):
         """PyTorch's first choice of a backend sets the order of backends."""

@@ -83,39 +83,54 @@ class TestSdpa:
 
     @pytest.mark.parametrize("shape", [(2, 4, 9, 7), (2, 1, 9, 7), (4, 1, 7), (1, 7)])
     @pytest.mark.parametrize("is_causal", [False, True])
-    def test_masks_on_a_gpu(self, shape, is_causal):
+    @pytest.mark.parametrize("dtype, close", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+    def test_masks_on_a_gpu(self, shape, is_causal, dtype, close):
         """What PyTorch asks memory-efficient attention for, of which a mask gets its gradient; called without a GPU."""
-        q, k, v = make((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), dtype=torch.bfloat16)
-        mask = torch.randn(shape, dtype=torch.bfloat16)
+        q, k, v = make((2, 4, 9, 16), (2, 4, 7, 16), (2, 4, 7, 16), dtype=dtype)
+        mask = torch.randn(shape, dtype=dtype)
         mask[..., 3] = -torch.inf
         mask.requires_grad_()
         bias = mask.expand(2, 4, 9, 7)
         hidden = torch.ones(9, 7).triu(1) > 0 if is_causal else torch.zeros(9, 7) > 0
         numbers = bias.float().masked_fill(hidden, -torch.inf)
         want = scaled_dot_product_attention(*(x.float() for x in (q, k, v)), numbers)
-        dout = torch.randn_like(want).bfloat16()
+        dout = torch.randn_like(want).to(dtype)
         wanted = torch.autograd.grad(want, (q, k, v, mask), dout.float())
         given = [x.detach() for x in (q, k, v, bias)]
         out, lse, seed, offset = _sdpa._efficient_forward(None, *given, True, is_causal=is_causal)
-        assert lse.shape == (2, 4, 32) and out.dtype == torch.bfloat16
+        assert lse.shape == (2, 4, 32) and out.dtype == dtype
         *gradients, dbias = _sdpa._efficient_backward(
             None, dout, *given, out, lse, seed, offset, 0.0, [True] * 4, is_causal
         )
         gradients.append(torch.autograd.grad(bias, mask, dbias)[0])
-        torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=2e-2)
-        torch.testing.assert_close(gradients, list(wanted), atol=5e-2, rtol=5e-2)
+        torch.testing.assert_close(out.float(), want, atol=close, rtol=close)
+        torch.testing.assert_close(gradients, list(wanted), atol=2.5 * close, rtol=2.5 * close)
         *_, dbias = _sdpa._efficient_backward(
             None, dout, *given, out, lse, seed, offset, 0.0, [True] * 3 + [False], is_causal
         )
         assert dbias is None
         assert _sdpa._efficient_forward(None, *given, False)[1].shape == (2, 4, 0)
 
+    def test_float32_on_a_gpu(self):
+        """PyTorch asks memory-efficient attention for it; called without a GPU."""
+        q, k, v = make(*[(2, 4, 9, 16)] * 3)
+        want = scaled_dot_product_attention(q, k, v, is_causal=True)
+        dout = torch.randn_like(want)
+        given = [x.detach() for x in (q, k, v)]
+        out, lse, seed, offset = _sdpa._efficient_forward(None, *given, None, True, 0.0, True)
+        results = (out, lse, seed, offset, 0.0, [True] * 3 + [False], True)
+        *gradients, dbias = _sdpa._efficient_backward(None, dout, *given, None, *results)
+        torch.testing.assert_close(out, want)
+        torch.testing.assert_close(gradients, list(torch.autograd.grad(want, (q, k, v), dout)))
+        assert dbias is None
+
     def test_what_stays_with_efficient_attention(self):
-        """Calls without a mask, in float32, and of more than 256 columns."""
+        """Calls of 16 bits without a mask, in float64, and of more columns than every GPU computes."""
         torchs = lambda *x, **_: ("PyTorch", len(x))  # noqa: E731
         q, k, v = make(*[(2, 4, 9, 16)] * 3, dtype=torch.bfloat16, grad=False)
         mask, wide = torch.zeros(2, 4, 9, 9), torch.zeros(2, 4, 9, 264, dtype=torch.bfloat16)
-        for tensors in ((q, k, v, None), (q.float(), k.float(), v.float(), mask), (wide, wide, wide, mask)):
+        doubles, widest = (x.double() for x in (q, k, v)), wide[..., :256].float()
+        for tensors in ((q, k, v, None), (*doubles, mask), (wide, wide, wide, mask), (widest, widest, widest, None)):
             assert _sdpa._efficient_forward(torchs, *tensors, True) == ("PyTorch", 7)
             results = (q, mask, mask, mask, 0.0, [True] * 4)
             assert _sdpa._efficient_backward(torchs, q, *tensors, *results) == ("PyTorch", 12)

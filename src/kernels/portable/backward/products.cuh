@@ -45,7 +45,7 @@ __device__ __forceinline__ void add_scores(float (&X)[kKeyTiles][kHalfRows / 2],
   const u32 at = keys.tile + swizzled(part.key + lane % 16, lane / 16);
   if constexpr (Type::kType == kF32) {
     const auto load = [&](int t, int step, u32 (&a)[4]) { load_keys(at, t, step, a); };
-    return add_products_of_rows<dim, 1>(X, load, rows + part.half * kHalfRows * kPanelRowBytes, kRowPanelBytes);
+    return add_products_of_rows<dim>(X, load, rows + part.half * kHalfRows * kPanelRowBytes, kRowPanelBytes);
   }
   rows += swizzled(part.half * kHalfRows + lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll dim > 128 ? 4 : 8

@@ -32,7 +32,7 @@ __device__ __forceinline__ void multiply(float (&X)[kBlockKeys / 2], u32 a_tile,
     const auto load = [&](int, int step, u32 (&a)[4]) {
       load_shared_matrices((rows ^ step % 4 * 32) + step / 4 * kPanelBytes, a);
     };
-    return add_products_of_rows<dim, 1>(reinterpret_cast<float (&)[1][kBlockKeys / 2]>(X), load, b_tile, kPanelBytes);
+    return add_products_of_rows<dim>(reinterpret_cast<float (&)[1][kBlockKeys / 2]>(X), load, b_tile, kPanelBytes);
   }
 #pragma unroll 4
   for (int step = 0; step < dim / 16; ++step) {

@@ -1,7 +1,7 @@
-// Products of f32 by mma.sync, which multiplies tf32, numbers of 11 bits. A number x of f32 is big + rest, two of them: a b
-// is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, which is at most 2^-21 of it. Sums of
-// mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an accumulator
-// by an addition that rounds to nearest.
+// Products of f32 by mma.sync, which multiplies tf32, numbers of 11 bits. A number x of f32 is the sum of two of them,
+// big + rest: a b is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, which is at most 2^-21 of
+// it. Sums of mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an
+// accumulator by an addition that rounds to nearest.
 #pragma once
 #include "device/memory.cuh"
 #include "device/mma_sync.cuh"
@@ -76,22 +76,20 @@ __device__ __forceinline__ void add_panel(float (&C)[tiles][words], const LoadA&
 }
 
 // The same for all `columns` columns. `b`: the address of the first row of B in a tile with panels of `panel_bytes`.
-// `unrolled`: how many panels are computed at once; steps of A that lie in registers need all.
-template <int columns, int unrolled, int tiles, int words, class LoadA>
+template <int columns, int tiles, int words, class LoadA>
 __device__ __forceinline__ void add_products_of_rows(float (&C)[tiles][words], const LoadA& load_a, u32 b,
                                                      int panel_bytes) {
   constexpr int kPanels = columns / 32, kLastSteps = columns % 32 / 8;
   const u32 lane = lane_of_warp();
   b += swizzled(lane % 8, lane / 8);
-#pragma unroll unrolled
+#pragma unroll 1
   for (int panel = 0; panel < kPanels; ++panel)
     add_panel<kPanelSteps>(C, load_a, kPanelSteps * panel, b + panel * panel_bytes);
   if constexpr (kLastSteps > 0) add_panel<kLastSteps>(C, load_a, kPanelSteps * kPanels, b + kPanels * panel_bytes);
 }
 
 // Fragments of a tile in shared memory whose rows are k. Of each 8 rows, rows 2 q and 2 q + 1 are rows q and q + 4 of B,
-// or columns q and q + 4 of A: so accumulators c, which have columns 2 q and 2 q + 1, are c[0], c[2], c[1], c[3] of A
-// without exchanges between lanes.
+// or columns q and q + 4 of A, as in words of pack_words.
 
 // The address of the element of row 2 q and column r.
 __device__ __forceinline__ u32 pair_address(u32 tile) {

@@ -5,7 +5,7 @@
 
 // S += Q K^T for the tile at `k`.
 __device__ __forceinline__ void add_scores_f32(float (&S)[kWarpStrips][kBlockKeys / 2], const Queries& q, u32 k) {
-  add_products_of_rows<kHeadDim, 1>(
+  add_products_of_rows<kHeadDim>(
       S, [&](int strip, int step, u32 (&a)[4]) { q.template get<false>(strip, step, a); }, k, kPanelBytes);
 }
 
