@@ -114,6 +114,8 @@ TEST_F(BackwardSplits, PortableKernelsShareQHeads) {
   const Case shape{.dtype = DType::kBF16, .batch = 1, .sq = 500, .sk = 200, .hq = 4, .hk = 1};
   std::vector<Case> cases(6, shape);
   cases[4].dtype = cases[5].dtype = DType::kF32;
+  cases[4].sq = cases[5].sq = 70;
+  cases[4].sk = cases[5].sk = 150;
   cases[4].mask = causal();
   cases[4].dropout = 0.1;
   cases[5].d = 256;
