@@ -31,7 +31,7 @@ KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
 SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 DECODE_KERNEL = [*SM90_KERNEL, "kernels/common",
-                 *(f"kernels/decode{part}" for part in ("", "/codes", "/loads", "/schedule"))]
+                 *(f"kernels/decode{part}" for part in ("", "/codes", "/codes/warpgroup", "/loads", "/schedule"))]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
@@ -83,6 +83,7 @@ FOLDERS = {
     "kernels/sm90/backward": [*SM90_KERNEL, "kernels/backward"],
     "kernels/decode": DECODE_KERNEL,
     "kernels/decode/codes": DECODE_KERNEL,
+    "kernels/decode/codes/warpgroup": DECODE_KERNEL,
     "kernels/decode/loads": DECODE_KERNEL,
     "kernels/decode/schedule": DECODE_KERNEL,
 }

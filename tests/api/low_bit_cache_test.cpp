@@ -519,6 +519,47 @@ TEST_P(LowBitCaches, SeveralHeadsTogether) {
   }
 }
 
+// More rows of a kv head than warps take together.
+TEST_P(LowBitCaches, ManyRowsOfAHead) {
+  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
+  const int count = draws == nullptr ? 6 : std::atoi(draws);
+  for (int draw = 0; draw < count; ++draw) {
+    Case c;
+    c.batch = one_of<int64_t>({1, 3});
+    c.sq = one_of<int64_t>({5, 8, 16});
+    c.sk = one_of<int64_t>({70, 400});
+    c.hk = one_of<int64_t>({1, 2});
+    c.hq = c.hk * one_of<int64_t>({4, 8});
+    c.d = one_of<int64_t>({64, 128, 256});
+    c.dv = draw % 3 == 0 ? one_of<int64_t>({64, 128}) : c.d;
+    c.mask = one_of({full(), causal(), window(20, 3)});
+    c.softcap = one_of({0.0, 0.0, 5.0});
+    c.sinks = random_() % 3 == 0;
+    c.seqused = true;
+    const int64_t page = one_of<int64_t>({0, 5, 16, 64});
+    const auto keys = [&] {
+      return keys_of(one_of({DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4, DType::kInt4,
+                             DType::kQ8_0, DType::kQ4_0}));
+    };
+    const CachedCall::Keys k = keys(), v = random_() % 2 == 0 ? k : keys();
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << test_seed() << " draw " << draw << " " << c.name() << " page "
+                 << page << " over " << name_of(k.format) << " " << static_cast<int>(k.kind)
+                 << k.zero_point << " " << name_of(v.format) << " " << static_cast<int>(v.kind)
+                 << v.zero_point);
+    CachedCall call(c, DType::kBF16, random_());
+    call.set_k(k);
+    call.set_v(v);
+    maybe_code_queries(call);
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (page > 0) call.page(page);
+    if (!computes([&] { call.run(engine()); })) continue;
+    EXPECT_TRUE(call.is_right(e));
+    ASSERT_TRUE(call.w.check_memory());
+  }
+}
+
 // Codes of rotated keys, and of keys less their means, give out and LSE of the keys themselves.
 TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
   const char* const draws = std::getenv("FULGUR_TEST_DRAWS");

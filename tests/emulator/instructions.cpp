@@ -78,6 +78,11 @@ void fma_pair(Context& c, const Instruction& i) {
   }
   c.set(i.atoms[0], result);
 }
+struct MaxOrNan {
+  float operator()(float a, float b) const {
+    return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b);
+  }
+};
 // Words of two numbers: each result rounded.
 template <class Operation>
 void of_pairs(Context& c, const Instruction& i) {
@@ -311,6 +316,7 @@ constexpr Known kKnown[] = {
     {"fma.rn.f16x2", fma_pair},
     {"add.rn.f16x2", of_pairs<std::plus<>>},
     {"mul.rn.f16x2", of_pairs<std::multiplies<>>},
+    {"max.NaN.f16x2", of_pairs<MaxOrNan>},
     {"prmt.b32", prmt},
     {"lop3.b32", lop3},
     {"or.b32", bit_or},

@@ -10,9 +10,9 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-// Measured on an H100 (notes/decode_cost.md) in cycles of 1755 MHz, except kDecodeShare, kSmCodes
-// and kCodeSlicesLoss, which were measured on an H200. Rates are in bytes or flops per cycle. Of
-// two numbers the first one is the warp path's and the second one the warpgroup path's.
+// Measured on an H100 (notes/decode_cost.md) in cycles of 1755 MHz, except kDecodeShare and those
+// of codes, which were measured on an H200. Rates are in bytes or flops per cycle. Of two numbers
+// the first one is the warp path's and the second one the warpgroup path's.
 
 // Reading.
 constexpr double kDecodeShare = 0.917;  ///< of the bandwidth of memory, with all SMs
@@ -24,6 +24,8 @@ constexpr double kSmBytes = 41;           ///< that one SM reads
 constexpr double kProductFlops = 3420;    ///< of one SM, by wgmma
 constexpr double kWarpProducts = 0.5;  ///< of the rate of mma.sync, where loads wait for products
 constexpr double kSmCodes = 9;         ///< that one SM converts, for wgmma
+constexpr double kSmCodesInRegisters = 17;  ///< likewise, and multiplies, in registers
+constexpr double kKeyInRegisters = 5;       ///< besides, for each key
 // A work tile.
 constexpr double kStart[] = {0, 3400};        ///< before the first one, beyond any launch's
 constexpr double kNextTile[] = {1350, 1520};  ///< between two of them
@@ -102,6 +104,8 @@ class DecodeCost {
         plan_.warpgroup_path() ? kProductFlops : kWarpProducts * plan_.card.mma_rate;
     const double columns = plan_.head_dim + plan_.value_dim;
     const double of_block = 2.0 * plan_.block_rows() * columns / flops;
+    if (plan_.converts_in_registers())
+      return blocks_ * (kKeyInRegisters + columns / kSmCodesInRegisters);
     return blocks_ * (plan_.convert_warps > 0 ? std::max(of_block, columns / kSmCodes) : of_block);
   }
 
@@ -154,7 +158,8 @@ class DecodeCost {
           plan_.residents * std::max(key_bytes_ / kSmBytes, product_cycles() / blocks_);
       // Rows of codes and scales of one head are no whole sectors of memory. Those of the other
       // heads are still in L2 where CTAs read heads of the same sequences at the same time.
-      const double loss = division.slices && plan_.convert_warps > 0 ? kCodeSlicesLoss : 0;
+      const bool of_codes = plan_.warpgroup_path() && plan_.has_codes();
+      const double loss = division.slices && of_codes ? kCodeSlicesLoss : 0;
       cycles += chunk_keys * (division.ctas[i].chunks - next) * std::max(memory, sm) * (1 + loss);
     }
     return cycles;

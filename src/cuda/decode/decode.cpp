@@ -13,6 +13,7 @@ namespace fulgur::cuda::decode {
 namespace {
 
 const char* source_of(const DecodePlan& plan) {
+  if (plan.converts_in_registers()) return "decode/decode_codes_warpgroup.cu";
   if (plan.warpgroup_path()) return "decode/decode_warpgroup.cu";
   return plan.has_codes() ? "decode/decode_codes.cu" : "decode/decode_warp.cu";
 }
@@ -37,7 +38,7 @@ KernelUse combine_kernel(const DecodePlan& plan) {
   key.score_mod = key.mask_mod = key.score_mod_slope = false;
   key.expressions.clear();
   key.k_stages = key.v_stages = key.warp_groups = key.residents = 1;
-  key.code_stages = key.convert_warps = 0;
+  key.code_stages = 0;
   key.block_keys = kernels::chunk_keys(key.block_keys);
   key.box_keys = 0;
   key.q_whole = key.rotates_q = key.unread_rows = false;

@@ -276,6 +276,10 @@ int DecodePlan::split_floats() const { return split_rows * kernels::partial_row_
 
 bool DecodePlan::warpgroup_path() const { return kernels::is_warpgroup_path(decode_tile(*this)); }
 
+bool DecodePlan::converts_in_registers() const {
+  return kernels::converts_in_registers(decode_tile(*this));
+}
+
 bool DecodePlan::has_combine_kernel() const {
   return schedule == DecodeSchedule::kInvariantSplits ||
          (schedule == DecodeSchedule::kSplitToFill && warpgroup_path());
@@ -286,7 +290,7 @@ bool DecodePlan::counts_splits() const {
 }
 
 int DecodePlan::combine_warps() const {
-  return schedule == DecodeSchedule::kSplitToFill
+  return schedule == DecodeSchedule::kSplitToFill && !converts_in_registers()
              ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
              : split_rows;
 }

@@ -124,6 +124,8 @@ struct DecodePlan : DecodeKey {
   /// Whether it is decode_warpgroup.cu's (wgmma); else decode_warp.cu's or decode_codes.cu's
   /// (mma.sync).
   bool warpgroup_path() const;
+  /// Whether it is decode_codes_warpgroup.cu's.
+  bool converts_in_registers() const;
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int split_floats() const;

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <numeric>
+#include <optional>
 
 #include "cuda/common/tensor_map.h"
 #include "cuda/passes/forward.h"
@@ -161,6 +162,36 @@ bool converts_long(const DecodePlan& plan) {
          std::max(plan.k_scales, plan.v_scales) > 1;
 }
 
+/// A plan whose warpgroups convert codes of K and V to operands in registers, where it can compute
+/// the call: three of them, which take turns at it and at products, or two.
+std::optional<DecodePlan> of_registers(DecodePlan plan, const Problem& p, const Card& card) {
+  constexpr int kMaxRows = 32, kMinStages = 3;
+  // Columns of a product with V^T, and the fewest of a scale.
+  constexpr int kStripColumns = 64, kGroupColumns = 32;
+  const auto takes = [](DType dtype, int dim, int scales, bool zero_point) {
+    return !kernels::is_block(element_of(dtype)) && dim % kStripColumns == 0 &&
+           (scales <= 1 || dim / scales % kGroupColumns == 0) &&
+           (!zero_point || dtype == DType::kInt8 || dtype == DType::kInt4);
+  };
+  // The four warps of a warpgroup share the columns of V evenly.
+  const bool uneven = kernels::bits_of(element_of(plan.stored.v)) == 4 && plan.value_dim == 192;
+  if (rows_of_kv_head(p) > kMaxRows || uneven ||
+      !takes(plan.stored.k, plan.head_dim, plan.k_scales, plan.k_zero_point) ||
+      !takes(plan.stored.v, plan.value_dim, plan.v_scales, plan.v_zero_point))
+    return {};
+  plan.tile_rows = kMaxRows;
+  plan.block_keys = 64;
+  set_boxes_of_codes(plan, p);
+  for (plan.warp_groups = 3; plan.warp_groups > 1; --plan.warp_groups) {
+    for (int stages = kMaxStages; stages >= kMinStages; --stages) {
+      plan.k_stages = plan.v_stages = stages;
+      plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
+      if (plan.shared_bytes <= card.shared_bytes) return plan;
+    }
+  }
+  return {};
+}
+
 /// Chooses the number of warp groups where codes are converted, of the warps that do, and buffers
 /// of K, of V and of codes: as many of codes that memory is never idle while others are converted.
 void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) {
@@ -261,7 +292,10 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
         piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), Copies::kInPlace);
     plan.v_piece =
         piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), Copies::kInPlace);
-    set_buffers_of_codes(plan, p, card);
+    if (const std::optional<DecodePlan> in_registers = of_registers(plan, p, card))
+      plan = *in_registers;
+    else
+      set_buffers_of_codes(plan, p, card);
   } else {
     if (plan.has_codes())
       set_boxes_of_codes(plan, p);

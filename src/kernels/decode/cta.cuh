@@ -20,6 +20,7 @@ constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, S
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu or decode_codes.cu
   kConverts = kConvertWarps > 0,              // the warps that load convert codes
+  kConvertsInRegisters = converts_in_registers(kTile),  // the warpgroups do
   kComputeWarps = kWarpGroups * kWarpsPerGroup,
   kComputeThreads = 32 * kComputeWarps,
   kCtaWarps = decode_warps(kTile),
@@ -59,8 +60,9 @@ __device__ __forceinline__ u32 shared_base() { return u32(__cvta_generic_to_shar
 
 // Named barriers: kWarpGroupBarrier and the next ones are those of each warp group; at kAlternate and the next one two
 // warpgroups of a warp group alternate; at kComputeBarrier all warp groups meet where they are not the whole CTA; at
-// kFirstQuery the warps that load wait until the warp groups have requested their first Q.
-enum : int { kWarpGroupBarrier = 1, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
+// kFirstQuery the warps that load wait until the warp groups have requested their first Q; at kWarpgroupBarrier and the
+// next ones those of a warpgroup meet.
+enum : int { kWarpGroupBarrier = 1, kWarpgroupBarrier = 4, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
 // A barrier of a warp group, whose warps share rows of K and V. With kHeads each warp has rows of its own, which share
 // 16 bytes with those of the next head if they begin in the middle of these. The loop makes the barrier's number a

@@ -8,8 +8,8 @@
 // derives this; decode/decode_warp.cu is the path of fewer rows. Where K and V are codes, four or eight warps that load
 // also convert them.
 #include "decode/append.cuh"
-#include "decode/codes/converter.cuh"
-#include "decode/codes/row_factors.cuh"
+#include "decode/codes/warpgroup/converter.cuh"
+#include "decode/codes/warpgroup/row_factors.cuh"
 #include "decode/combine.cuh"
 #include "decode/fragments.cuh"
 #include "decode/loads/warpgroup_loads.cuh"

@@ -65,6 +65,11 @@ FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) {
   return tile.heads == 1 && tile.warps_per_group >= kWarpgroupWarps;
 }
 
+// Whether warpgroups convert codes to operands in registers (decode_codes_warpgroup.cu): no other warps do.
+FULGUR_SHARED bool converts_in_registers(const DecodeTile& tile) {
+  return is_warpgroup_path(tile) && is_code(tile.stored.k) && tile.convert_warps == 0;
+}
+
 // Bytes of a row of a panel of K or V. Narrow rows of codes lie two or four in 128 bytes.
 FULGUR_SHARED int panel_row_bytes(Element stored, int dim) {
   const int bytes = dim * bits_of(stored) / 8;
@@ -132,24 +137,26 @@ struct DecodeLayout {
   int slots;                             // Dynamic: [slot]{16 bytes}: splits, then [2][slot]: barriers
   int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
   int scan;                              // two ints a warp: sums over sequences, and the longest q block; later a flag
+  int states, state_bytes;               // [warp group]: rows and votes of a warpgroup that converts codes
+  int value_scale_bytes;                 // in it: scales of V as f16
   int bytes;
 };
 
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   const int rows = rows_of_warp(tile) * tile.warps_per_group;
   DecodeLayout map = {};
-  const bool converts = tile.convert_warps > 0;
+  const bool converts = tile.convert_warps > 0, in_registers = converts_in_registers(tile);
   const int stored_k_bytes = tile_bytes(tile.stored.k, tile.head_dim, tile.block_keys, tile.k_piece, tile.heads);
   const int stored_v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece, tile.heads);
   map.k_bytes = converts ? tile_bytes(tile.types.k, tile.head_dim, tile.block_keys, 0, 1) : stored_k_bytes;
   map.v_bytes = converts ? tile_bytes(tile.types.v, tile.value_dim, tile.block_keys, 0, 1) : stored_v_bytes;
-  map.k = 0;
+  map.k = in_registers ? tile.block_keys * kPanelRowBytes : 0;  // after P
   // Boxes begin where swizzles of eight of their rows do.
   const int lines = is_warpgroup_path(tile) || tile.box_keys == 0 || tile.heads > 1
                         ? 1
                         : 8 * max_of(panel_row_bytes(tile.stored.k, tile.head_dim),
                                      panel_row_bytes(tile.stored.v, tile.value_dim));
-  map.v = (tile.k_stages * map.k_bytes + lines - 1) / lines * lines;
+  map.v = map.k + (tile.k_stages * map.k_bytes + lines - 1) / lines * lines;
   map.scales = map.v + tile.v_stages * map.v_bytes;
   map.scale_bytes = tile.scale_words * tile.block_keys * 4;
   map.k_full = map.scales + tile.k_stages * map.scale_bytes;
@@ -169,7 +176,9 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
   const bool has_barriers = is_warpgroup_path(tile) || tile.heads > 1;
-  map.group_bytes = has_barriers ? map.k_full + 1024 : (map.k_full + lines - 1) / lines * lines;
+  map.group_bytes = in_registers   ? (map.v_tail + 8 + 1023) / 1024 * 1024
+                    : has_barriers ? map.k_full + 1024
+                                   : (map.k_full + lines - 1) / lines * lines;
   map.q = (tile.heads > 1 ? 1 : tile.warp_groups) * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 || tile.heads > 1 ? tile.tile_rows : 0;
   const int q_columns = converts ? tile.head_dim : query_columns(tile.stored.k, tile.head_dim);
@@ -189,6 +198,12 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.ranks = map.slots + kDynamicSlots * 32;
   map.scan = map.ranks + kDynamicSequences * 4;
   map.bytes = map.scan + decode_warps(tile) * 8;
+  if (in_registers) {
+    map.states = (map.bytes + 127) / 128 * 128;
+    map.value_scale_bytes = tile.value_dim / 32 * 4 * tile.block_keys;
+    map.state_bytes = tile.tile_rows * 28 + 16 + map.value_scale_bytes;
+    map.bytes = map.states + tile.warp_groups * map.state_bytes;
+  }
   return map;
 }
 

@@ -88,7 +88,9 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, const Wor
 #pragma unroll
     for (int i = 0; i < kLaneColumns; ++i) {
       // Codes come multiplied by powers of 2 that depend on their number in a word.
-      const float code_factor = CodesOfK::scale(code_place(lane + 32 * i).number) / CodesOfK::scale(0);
+      constexpr bool kAlike = kConvertsInRegisters && (kKScales > 1 || kKZeroPoint);
+      const float code_factor =
+          kAlike ? 1 : CodesOfK::scale(code_place(lane + 32 * i).number) / CodesOfK::scale(0);
       const float number = QueryNumber::to_float(static_cast<unsigned short>(x[i]));
       x[i] = Half::pack(number * (exponent.inverse * code_factor), 0) & 0xffff;
     }

@@ -9,7 +9,7 @@
 template <int lane_sequences>
 class SplitToFill : public StaticSchedule {
  public:
-  enum : int { kCombineKernel = kWarpgroupPath, kFragments = kWarpgroupPath, kOneTile = 1 };
+  enum : int { kCombineKernel = kWarpgroupPath, kFragments = kWarpgroupPath && !kConvertsInRegisters, kOneTile = 1 };
 
   __device__ __forceinline__ bool first(const DecodeParams& p, WorkTile& tile) {
     const QBlocks q_blocks = q_blocks_of_lane(p);

@@ -5,7 +5,7 @@
 // Where a key has one scale, this becomes a factor of its scores, or of its P. Where it has several, they multiply the
 // numbers, divided by a power of 2 that the largest of them is below, and that is the factor.
 #pragma once
-#include "decode/codes/natural_numbers.cuh"
+#include "decode/codes/warpgroup/natural_numbers.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
 
 // What a lane converts of a key: its columns, or a part of these where they are many or keys fewer than lanes.
