@@ -30,6 +30,7 @@ CUDA_PASSES = [*CUDA_COMMON, "cuda/common", "cuda/maps"]
 KERNEL = [*HOST_DEVICE, "kernels/device"]
 ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
 SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
+SM90_FORWARD = [*SM90_KERNEL, "kernels/sm90/forward", "kernels/sm90/forward/maps"]
 DECODE_KERNEL = [*SM90_KERNEL, "kernels/common",
                  *(f"kernels/decode{part}" for part in ("", "/codes", "/codes/warpgroup", "/loads", "/schedule"))]
 
@@ -79,7 +80,8 @@ FOLDERS = {
     "kernels/papers": [*ATTENTION_KERNEL, "kernels/portable/common", "kernels/portable/forward"],
     "kernels/sm90/ptx": KERNEL,
     "kernels/sm90/common": [*ATTENTION_KERNEL, "kernels/sm90/ptx"],
-    "kernels/sm90/forward": SM90_KERNEL,
+    "kernels/sm90/forward": SM90_FORWARD,
+    "kernels/sm90/forward/maps": SM90_FORWARD,
     "kernels/sm90/backward": [*SM90_KERNEL, "kernels/backward"],
     "kernels/decode": DECODE_KERNEL,
     "kernels/decode/codes": DECODE_KERNEL,

@@ -11,7 +11,7 @@
 #include "sm90/forward/rings.cuh"
 #include "sm90/forward/scores.cuh"
 #include "sm90/forward/segment_means.cuh"
-#include "sm90/forward/tile_info.cuh"
+#include "sm90/forward/maps/tile_info.cuh"
 
 __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
   if constexpr (kOrdersBlocks) sort_blocks(p, smem);

@@ -43,7 +43,7 @@ struct ForwardLayout {
   int last;  // one int per consumer: whether its split is the last to finish
   int dropout_key;
   int tile_info;  // with a map a TileInfo per K buffer
-  int ordered, order;  // with a map by strips: a barrier, and the order of blocks (sm90/forward/block_order.cuh)
+  int ordered, order;  // with a map by strips: a barrier, and the order of blocks (maps/block_order.cuh)
   int head;  // with codes a HeadOfCodes per Q buffer
   int end, bytes;
 };

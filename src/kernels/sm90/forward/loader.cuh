@@ -4,7 +4,7 @@
 #include "attention/pages.cuh"
 #include "device/dependent_launch.cuh"
 #include "sm90/common/work_tiles.cuh"
-#include "sm90/forward/mask_words.cuh"
+#include "sm90/forward/maps/mask_words.cuh"
 #include "sm90/forward/rings.cuh"
 #include "sm90/forward/values.cuh"
 #include "sm90/ptx/tma.cuh"

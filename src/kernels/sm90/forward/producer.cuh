@@ -1,8 +1,8 @@
 // The producer warp: it takes q tiles from a counter, and loads Q, K and V of each from right to left.
 #pragma once
 #include "sm90/forward/loader.cuh"
-#include "sm90/forward/strip_tiles.cuh"
-#include "sm90/forward/tile_info.cuh"
+#include "sm90/forward/maps/strip_tiles.cuh"
+#include "sm90/forward/maps/tile_info.cuh"
 
 // The strips of a block. With a bias in P the call chooses the number of blocks (forward_plan.cpp).
 __device__ __forceinline__ BlockStrips strips_of_block(const ForwardParams& p, int rows, int block, int heads) {

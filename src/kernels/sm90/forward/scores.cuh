@@ -4,7 +4,7 @@
 #include "attention/dropout.cuh"
 #include "attention/mask.cuh"
 #include "sm90/forward/bias_words.cuh"
-#include "sm90/forward/mask_words.cuh"
+#include "sm90/forward/maps/mask_words.cuh"
 #include "sm90/forward/valid_rows.cuh"
 
 // Softcap, ALiBi, score_mod and the bias. `view`: where the View of the strip lies. `key`: that of this thread's first

@@ -1,7 +1,7 @@
-// The order in which CTAs take the blocks of rows of a section. Where a map says which tiles a block sees (kSkipsTiles),
-// no formula says how long it takes: each CTA sorts the last blocks of the last section by the number of these tiles, so
-// that those that take longest come first. The others stay in their order, because neighbours read the same K and V. The
-// consumers sort while the producer loads their first q tile.
+// The order in which CTAs take the blocks of rows of a section. Where a map says which tiles a block sees
+// (kSkipsTiles), no formula says how long it takes: each CTA sorts the last blocks of the last section by the number of
+// these tiles, so that those that take longest come first. The others stay in their order, because neighbours read the
+// same K and V. The consumers sort while the producer loads their first q tile.
 #pragma once
 #include "attention/seen_tiles.cuh"
 #include "device/dependent_launch.cuh"

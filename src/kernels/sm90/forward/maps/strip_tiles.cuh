@@ -1,7 +1,7 @@
 // Where a map says which key tiles are visible (kMapsTiles), the producer warp walks over the tiles of a q tile that
 // some of its strips see.
 #pragma once
-#include "sm90/forward/block_order.cuh"
+#include "sm90/forward/maps/block_order.cuh"
 
 // The walk, from right to left. Lane i looks at the strip of warpgroup i % kConsumers, of whose words it reads the one
 // that is i / kConsumers after the current one.
