@@ -1,7 +1,7 @@
 // Products of f32 by mma.sync, which multiplies tf32, numbers of 11 bits. A number x of f32 is the sum of two of them,
-// big + rest: a b is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, which is at most 2^-21 of
-// it. Sums of mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an
-// accumulator by an addition that rounds to nearest.
+// big + rest: a b is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, at most 2^-21 of it. Sums
+// of mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an accumulator
+// by an addition that rounds to nearest.
 #pragma once
 #include "device/memory.cuh"
 #include "device/mma_sync.cuh"
@@ -88,8 +88,8 @@ __device__ __forceinline__ void add_products_of_rows(float (&C)[tiles][words], c
   if constexpr (kLastSteps > 0) add_panel<kLastSteps>(C, load_a, kPanelSteps * kPanels, b + kPanels * panel_bytes);
 }
 
-// Fragments of a tile in shared memory whose rows are k. Of each 8 rows, rows 2 q and 2 q + 1 are rows q and q + 4 of B,
-// or columns q and q + 4 of A, as in words of pack_words.
+// Fragments of a tile in shared memory whose rows are k. Of each 8 rows, rows 2 q and 2 q + 1 are rows q and q + 4 of
+// B, or columns q and q + 4 of A, as in words of pack_words.
 
 // The address of the element of row 2 q and column r.
 __device__ __forceinline__ u32 pair_address(u32 tile) {
