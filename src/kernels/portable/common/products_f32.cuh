@@ -1,7 +1,7 @@
 // Products of f32 by mma.sync, which multiplies tf32, numbers of 11 bits. A number x of f32 is the sum of two of them,
-// big + rest: a b is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, at most 2^-21 of it. Sums
-// of mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an accumulator
-// by an addition that rounds to nearest.
+// big + rest: a b is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, at most 2^-21 of it.
+// Sums of mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an
+// accumulator by an addition that rounds to nearest.
 #pragma once
 #include "device/memory.cuh"
 #include "device/mma_sync.cuh"

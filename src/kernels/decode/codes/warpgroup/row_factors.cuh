@@ -1,5 +1,5 @@
-// Factors of codes on the warpgroup path: of keys, which the converting warps leave (converter.cuh), and of rows of Q; the
-// rows of Q as f16, and the softmax whose P is multiplied with factors of V.
+// Factors of codes on the warpgroup path: of keys, which the converting warps leave (converter.cuh), and of rows of Q;
+// the rows of Q as f16, and the softmax whose P is multiplied with factors of V.
 #pragma once
 #include "attention/softmax.cuh"
 #include "decode/codes/queries.cuh"
