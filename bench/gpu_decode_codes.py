@@ -46,7 +46,7 @@ FORMATS = (Codes("e4m3", "heads"), Codes("int8", "tokens", "f32"), Codes("int8",
 CASES = (*(DecodeCase(64, keys, 32, 8) for keys in (8192, 16384)), DecodeCase(8, 4096, 32, 8),
          DecodeCase(64, 8192, 32, 8, page=16), DecodeCase(64, 8192, 32, 8, page=64),
          DecodeCase(64, 8192, 64, 8, d=64), DecodeCase(8, 4096, 64, 8, d=64), DecodeCase(32, 8192, 32, 8, d=256),
-         *(DecodeCase(64, 8192, 32, 8, queries=queries) for queries in (4, 16)))
+         *(DecodeCase(64, 8192, 32, 8, queries=queries) for queries in (4, 8, 16)))
 
 
 def random_codes(codes, rows, case, generator):

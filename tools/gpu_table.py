@@ -23,8 +23,8 @@ BACKWARD = (*FORWARD, *(f"sm90/backward/{part}.cu" for part in
                         ("prepare", "keys", "keys_wide", "rows", "reduce", "round", "repair", "sinks")))
 DECODE = (*(f"decode/{part}.cu" for part in ("decode_warp", "decode_warpgroup", "combine")), "common/padding.cu")
 KERNELS = {"forward": FORWARD, "backward": BACKWARD, "errors": BACKWARD,  # that the parts of a report measure
-           "decode": DECODE, "decode_codes": ("decode/decode_codes.cu", *DECODE), "decode_grid": DECODE,
-           "host": BACKWARD}
+           "decode": DECODE, "decode_codes": ("decode/decode_codes.cu", "decode/decode_codes_warpgroup.cu", *DECODE),
+           "decode_grid": DECODE, "host": BACKWARD}
 NAMES = {"fulgur": "fulgur", "flash3": "FlashAttention-3", "flash4": "FlashAttention-4", "flashinfer": "FlashInfer",
          "cudnn": "cuDNN", "flash2": "FlashAttention-2"}
 README_NAMES = ("fulgur", "flash3", "flash4", "cudnn", "flash2")  # in the README's table
