@@ -66,9 +66,9 @@ constexpr Tile kTiles[] = {
 constexpr Tile kTilesOfF32[] = {
     {0, 64, 2, 1, 32, 1, false, 1, kAny},    {0, 64, 1, 1, 32, 1, false, 3, kAny},
     {64, 128, 2, 1, 32, 1, false, 1, kAny},  {64, 128, 1, 1, 32, 1, false, 2, kAny},
-    {128, 192, 2, 1, 32, 1, false, 1, kAny}, {128, 192, 1, 1, 32, 1, false, 1, kAny},
+    {128, 192, 2, 1, 32, 1, false, 1, kAny}, {128, 192, 1, 1, 32, 1, false, 2, kAny},
     {192, 256, 2, 1, 32, 1, false, 1, kAny}, {192, 256, 1, 1, 32, 1, false, 1, kAny},
-    {192, 256, 1, 1, 16, 1, false, 1, kAny},
+    {192, 256, 1, 1, 16, 1, false, 2, kAny},
 };
 
 std::span<const Tile> tiles_of(const Problem& p) {

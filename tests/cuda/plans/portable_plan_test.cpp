@@ -72,6 +72,24 @@ TEST(PortablePlan, F32OnHopper) {
   }
 }
 
+// One warp of a scheduler waits for the operands of its products, which another one hides.
+TEST(PortablePlan, SchedulersHaveTwoWarpsOfF32WhereTheyFit) {
+  const auto warps = [](const ForwardPlan& plan) { return plan.threads() / 32 * plan.residents; };
+  for (const Card& card : known_cards()) {
+    for (const int64_t d : {64, 128, 192, 256}) {
+      std::vector<std::string> rejected;
+      const auto tiles = forward_candidates(
+          forward_problem(
+              {.dtype = DType::kF32, .batch = 4, .sq = 4096, .sk = 4096, .hq = 8, .d = d}),
+          card, &rejected);
+      const auto most =
+          std::ranges::max_element(tiles, {}, [&](const auto& tile) { return warps(tile.plan); });
+      const auto best = std::ranges::min_element(tiles, {}, &Fitting<ForwardPlan>::cycles);
+      EXPECT_GE(warps(best->plan), std::min(warps(most->plan), 8)) << card.name << " d " << d;
+    }
+  }
+}
+
 // With 16 rows a warp, loads from shared memory take as long as fast tensor cores.
 TEST(PortablePlan, WarpsHave32RowsWhereTensorCoresAreFast) {
   for (const int64_t d : {64, 128}) {
