@@ -7,9 +7,9 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
+bool is_forward(const Problem& p) { return p.pass == Pass::kForward && !is_f32(p.dtypes); }
 
-bool is_forward(const Problem& p) { return p.pass == Pass::kForward; }
+bool takes_one(const Problem& p) { return is_forward(p) && !takes_both(p); }
 
 /// With codes no other kernel computes a call, so that bits depend on nothing but this one's
 /// splits.

@@ -21,12 +21,14 @@ namespace fulgur::cuda::sm90 {
 namespace {
 
 /// Whether one kernel computes all sequences of a forward pass.
-bool takes_one(const Problem& p) { return p.pass == Pass::kForward && !takes_both(p); }
+bool takes_one(const Problem& p) {
+  return p.pass == Pass::kForward && !is_f32(p.dtypes) && !takes_both(p);
+}
 
 /// Whether it is a backward pass of this family. Here tensors of expressions have no gradients, and
 /// derivatives of scores have 16 bits: those of a user's score_mod need the range of bf16.
 bool is_backward(const Problem& p) {
-  return p.pass == Pass::kBackward && !p.expressions.wants_gradients() &&
+  return p.pass == Pass::kBackward && !is_f32(p.dtypes) && !p.expressions.wants_gradients() &&
          (p.dtypes.out == DType::kBF16 || !DeviceExpressions(p).has_slope());
 }
 
@@ -88,7 +90,9 @@ class ByRowsCandidate final : public Candidate {
 
 class InvariantByRows final : public Family {
  public:
-  bool is_for(const Problem& p) const override { return p.pass == Pass::kForward && takes_both(p); }
+  bool is_for(const Problem& p) const override {
+    return p.pass == Pass::kForward && !is_f32(p.dtypes) && takes_both(p);
+  }
   std::string rejects(const Problem& problem) const override {
     const std::string why = forward_rejects(problem);
     return why.empty() ? decode::decode_rejects_few(problem) : why;
