@@ -20,13 +20,10 @@ constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
 class DenseBias : public EveryEngine {
  protected:
   bool on_cuda() const { return engine() == "cuda"; }
-  /// The most precise dtype that it computes.
-  DType precise() const { return on_cuda() ? DType::kBF16 : DType::kF32; }
+  /// On GPUs one of 16 bits, for which there are more kernels than for f32.
+  DType usual() const { return on_cuda() ? DType::kBF16 : DType::kF32; }
   /// One of each kind of kernels.
-  std::vector<DType> dtypes() const {
-    if (on_cuda()) return {DType::kBF16};
-    return {DType::kF32, DType::kBF16};
-  }
+  static constexpr DType kDtypes[] = {DType::kF32, DType::kBF16};
 };
 
 // Values of each factor that do not go in step with those of another.
@@ -135,7 +132,7 @@ TEST_P(DenseBias, OfWideHeads) {
 
 // What keys hold that a bias hides from a query does not touch it, whatever it is.
 TEST_P(DenseBias, PoisonInHiddenKeys) {
-  for (const DType dtype : dtypes()) {
+  for (const DType dtype : kDtypes) {
     for (const double poison : {kNan, kInf, 0x1p120}) {
       Case c{.dtype = dtype, .batch = 1, .sq = 150, .sk = 150, .hq = 2, .hk = 1, .d = 24};
       c.bias = Bias::kShared;
@@ -174,7 +171,7 @@ TEST_P(DenseBias, PoisonInHiddenKeys) {
 
 // NaN and +inf in a bias spoil their row and no other, in the first tile of keys and after it.
 TEST_P(DenseBias, WhatIsNoNumberSpoilsItsRow) {
-  for (const DType dtype : dtypes()) {
+  for (const DType dtype : kDtypes) {
     for (const auto& [x, kind] : {std::pair{kNan, Bias::kAll}, std::pair{kInf, Bias::kAll},
                                   std::pair{kNan, Bias::kHeads}, std::pair{kInf, Bias::kHeads}}) {
       for (const int64_t key : {33, 100}) {
@@ -299,7 +296,7 @@ TEST_P(DenseBias, TilesOfOneNumber) {
       const bool bools = dtype == DType::kBool;
       const double lowest = dtype == DType::kF32 || dtype == DType::kBF16 ? -0x1.fcp127 : -kInf;
       for (const double hidden : {bools ? 0 : -kInf, bools ? 0 : lowest}) {
-        Case c{.dtype = precise(), .batch = 1, .sq = sq, .sk = 448, .hq = 2, .hk = 1};
+        Case c{.dtype = usual(), .batch = 1, .sq = sq, .sk = 448, .hq = 2, .hk = 1};
         c.bias = Bias::kShared;
         Workload w(c, 9);
         w.options.engine = engine();
@@ -325,7 +322,7 @@ TEST_P(DenseBias, TilesOfOneNumber) {
 
 // A sequence has the same bits whatever its batch and the number of threads.
 TEST_P(DenseBias, InvariantToTheBatch) {
-  Case c{.dtype = precise(), .batch = 3, .sq = 70, .sk = 150, .hq = 4, .hk = 2, .d = 32};
+  Case c{.dtype = usual(), .batch = 3, .sq = 70, .sk = 150, .hq = 4, .hk = 2, .d = 32};
   c.bias = Bias::kAll;
   Workload all(c, 8);
   all.options.engine = engine();
