@@ -291,28 +291,49 @@ static void plan_in_threads(const fulgur_forward_args* given) {
   fulgur_plan_free(plan);
 }
 
-/* No GPU computes f32, and none is asked for tensors on the CPU. */
-static void functions_of_gpus(const fulgur_forward_args* args,
-                              const fulgur_backward_args* gradient) {
+/* No GPU computes f64, and none is asked for tensors on the CPU. */
+static void functions_of_gpus(void) {
+  double numbers[5][kRows * kDim] = {{0}}, sums[kRows] = {0};
+  int64_t shape[] = {1, kRows, 1, kDim}, sums_shape[] = {1, 1, kRows};
+  DLTensor t[5], lse = tensor(NULL, 3, sums_shape);
+  for (int n = 0; n < 5; ++n) {
+    t[n] = tensor(NULL, 4, shape);
+    t[n].data = numbers[n];
+    t[n].dtype.bits = 64;
+  }
+  lse.data = sums;
+  lse.dtype.bits = 64;
+  const fulgur_forward_args forward = {
+      .struct_size = sizeof forward, .q = &t[0], .k = &t[0], .v = &t[0], .out = &t[1], .lse = &lse};
+  const fulgur_backward_args backward = {.struct_size = sizeof backward,
+                                         .dout = &t[0],
+                                         .q = &t[0],
+                                         .k = &t[0],
+                                         .v = &t[0],
+                                         .out = &t[1],
+                                         .lse = &lse,
+                                         .dq = &t[2],
+                                         .dk = &t[3],
+                                         .dv = &t[4]};
   int compiled = 7, present = 7;
   char text[4096] = "untouched";
   size_t length = 7;
-  const fulgur_status prewarmed = fulgur_prewarm_forward(args, NULL, NULL, &compiled, &present);
+  const fulgur_status prewarmed = fulgur_prewarm_forward(&forward, NULL, NULL, &compiled, &present);
   CHECK(prewarmed == FULGUR_UNSUPPORTED || prewarmed == FULGUR_UNAVAILABLE);
   CHECK(strcmp(fulgur_last_error(), "") != 0);
-  const fulgur_status tuned = fulgur_tune_forward(args, NULL, NULL, text, sizeof text, &length);
+  const fulgur_status tuned = fulgur_tune_forward(&forward, NULL, NULL, text, sizeof text, &length);
   CHECK(tuned == FULGUR_UNSUPPORTED || tuned == FULGUR_UNAVAILABLE);
   const fulgur_status prewarmed_gradient =
-      fulgur_prewarm_backward(gradient, NULL, NULL, &compiled, &present);
+      fulgur_prewarm_backward(&backward, NULL, NULL, &compiled, &present);
   CHECK(prewarmed_gradient == FULGUR_UNSUPPORTED || prewarmed_gradient == FULGUR_UNAVAILABLE);
   const fulgur_status tuned_gradient =
-      fulgur_tune_backward(gradient, NULL, NULL, text, sizeof text, &length);
+      fulgur_tune_backward(&backward, NULL, NULL, text, sizeof text, &length);
   CHECK(tuned_gradient == FULGUR_UNSUPPORTED || tuned_gradient == FULGUR_UNAVAILABLE);
   CHECK(compiled == 7 && present == 7 && length == 7 && strcmp(text, "untouched") == 0);
   fulgur_options options;
   CHECK(fulgur_options_init(&options, sizeof options) == FULGUR_OK);
   options.engine = "cuda";
-  const fulgur_status forced = fulgur_forward(args, &options, NULL);
+  const fulgur_status forced = fulgur_forward(&forward, &options, NULL);
   CHECK(forced == FULGUR_UNSUPPORTED || forced == FULGUR_UNAVAILABLE);
   CHECK(strstr(fulgur_last_error(), "cuda") != NULL);
 }
@@ -805,7 +826,7 @@ int main(void) {
   texts(&args);
   huge_sizes();
   plan_in_threads(&args);
-  functions_of_gpus(&args, &gradient);
+  functions_of_gpus();
   device_memory();
   out_of_memory();
 
