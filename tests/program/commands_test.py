@@ -58,7 +58,7 @@ from program import ALL, FORWARD, PEAKS, details, fails, listing, succeeds
         (["explain", "--page", "16", "--backward"], ["--page", "--backward"]),
         (["check", "--device", "tpu"], ["--device", "tpu"]),
         (["bench", "--device", "tpu"], ["--device", "tpu"]),
-        (["tune", "--dtype", "f32"], ["--dtype", "f32"]),
+        (["tune", "--dtype", "f64"], ["--dtype", "f64"]),
         (["tune", "--sq", "-3"], ["--sq", "-3"]),
         (["tune", "--window", "3"], ["--window", "'3'", "L,R"]),
         (["tune", "--svg", "x.svg"], ["--svg"]),
