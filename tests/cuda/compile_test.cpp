@@ -960,7 +960,7 @@ TEST_F(Compile, KernelsOfCodesAreClean) {
         // Of 64 sequences, heads of some formats come together. Warps convert codes of many
         // queries.
         for (const auto& [batch, sq] :
-             {std::pair<int64_t, int64_t>{2, 1}, {64, 1}, {2, 16}, {2, 64}}) {
+             {std::pair<int64_t, int64_t>{2, 1}, {64, 1}, {2, 8}, {2, 16}, {2, 64}}) {
           const int64_t hk = batch == 2 ? 2 : 8;
           test::ForwardCall call = test::forward_call(
               {.batch = batch, .sq = sq, .sk = 8192, .hq = 4 * hk, .hk = hk, .d = d});

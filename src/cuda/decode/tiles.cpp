@@ -165,12 +165,11 @@ bool converts_long(const DecodePlan& plan) {
 /// A plan whose warpgroups convert codes of K and V to operands in registers, where it can compute
 /// the call: three of them, which take turns at it and at products, or two.
 std::optional<DecodePlan> of_registers(DecodePlan plan, const Problem& p, const Card& card) {
-  constexpr int kMaxRows = 32, kMinStages = 3;
+  constexpr int kMaxRows = 32, kUnaligned = 2;
   // Columns of a product with V^T, and the fewest of a scale.
   constexpr int kStripColumns = 64, kGroupColumns = 32;
   const auto takes = [](DType dtype, int dim, int scales, bool zero_point) {
-    return !kernels::is_block(element_of(dtype)) && dim % kStripColumns == 0 &&
-           (scales <= 1 || dim / scales % kGroupColumns == 0) &&
+    return dim % kStripColumns == 0 && (scales <= 1 || dim / scales % kGroupColumns == 0) &&
            (!zero_point || dtype == DType::kInt8 || dtype == DType::kInt4);
   };
   // The four warps of a warpgroup share the columns of V evenly.
@@ -182,8 +181,11 @@ std::optional<DecodePlan> of_registers(DecodePlan plan, const Problem& p, const 
   plan.tile_rows = kMaxRows;
   plan.block_keys = 64;
   set_boxes_of_codes(plan, p);
+  // Lanes read words of rows of blocks.
+  for (const int piece : {plan.k_piece, plan.v_piece})
+    if (piece == kUnaligned) return {};
   for (plan.warp_groups = 3; plan.warp_groups > 1; --plan.warp_groups) {
-    for (int stages = kMaxStages; stages >= kMinStages; --stages) {
+    for (int stages = kMaxStages; stages >= plan.warp_groups; --stages) {
       plan.k_stages = plan.v_stages = stages;
       plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
       if (plan.shared_bytes <= card.shared_bytes) return plan;
@@ -324,12 +326,11 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (common.has_codes()) {
     // Of more than 16 rows, warps that load convert codes of both K and V, for as many rows as 128
     // where registers suffice: up to 128 columns. Few rows of wide heads meet codes of 8 bits with
-    // one scale faster on the warp path, and so do those of narrow heads blocks of q8_0.
+    // one scale faster on the warp path.
     const bool converts = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
     const bool simple = code_bits(common) >= 8 * (common.head_dim + common.value_dim) &&
                         std::max(common.k_scales, common.v_scales) <= 1;
-    const bool q8_0 = common.stored.k == DType::kQ8_0 || common.stored.v == DType::kQ8_0;
-    const bool by_warps = rows <= 32 && ((dim > 128 && simple) || (dim <= 64 && q8_0));
+    const bool by_warps = rows <= 32 && dim > 128 && simple;
     if (rows > 16 && (!converts || by_warps))
       add(2);
     else if (rows > 16)

@@ -30,7 +30,10 @@ class CodeTiles {
   __device__ __forceinline__ u32 values() const {
     return ring_.smem + kLayout.v + ring_.ring.stage() * kLayout.v_bytes;
   }
-  __device__ __forceinline__ u32 scales() const {
+  // Where the scales of a tensor begin, whose codes lie at `codes`.
+  template <int tensor>
+  __device__ __forceinline__ u32 scales(u32 codes) const {
+    if (scales_in_rows(tensor)) return codes;
     return ring_.smem + kLayout.scales + ring_.ring.stage() * kLayout.scale_bytes;
   }
   __device__ __forceinline__ void release() {
@@ -88,14 +91,14 @@ class Queries {
  public:
   __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& first, bool more)
       : is_there_(more && first.has_keys()) {
-    if (is_there_) copy_query<kComputeThreads>(p, first, threadIdx.x);
+    if (is_there_) copy_query<kComputeThreads, kQueryRows>(p, first, threadIdx.x);
     async_copy_commit();
     named_barrier_arrive(kFirstQuery, kCtaThreads);
   }
   __device__ __forceinline__ void begin_work_tile(const DecodeParams& p, const WorkTile& tile) {
     if (!is_there_) {
       sync_compute_warps();  // no warp reads the Q before any more
-      copy_query<kComputeThreads>(p, tile, threadIdx.x);
+      copy_query<kComputeThreads, kQueryRows>(p, tile, threadIdx.x);
       async_copy_commit();
     }
     is_there_ = false;
@@ -226,16 +229,18 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
 #pragma unroll
     for (int i = 0; i < kStrips * kScores; ++i) O[i / kScores][i % kScores] = 0;
     const int end = tile.end;
+    const u32 begin_of_k = BlockRows<kOfK>::begin(p, tile), begin_of_v = BlockRows<kOfV>::begin(p, tile);
 #pragma unroll 1
     for (int key_tile = tile.begin + warp_group; key_tile < end; key_tile += kWarpGroups) {
       float S[kScores];
-      const u32 k = tiles.keys(), v = tiles.values(), scales = tiles.scales();
+      const u32 k = tiles.keys() + begin_of_k, v = tiles.values() + begin_of_v;
+      const u32 v_scales = tiles.scales<kOfV>(v);
       const int first_key = threadIdx.x % 128 / 32 * 16 + int(thread_row());
       const bool masked = mask.cuts(key_tile);
-      if (masked) clear_tail(v, saved.keys() - key_tile * kBlockKeys, sync_warpgroup);
+      if (masked) clear_tail(tiles.values(), saved.keys() - key_tile * kBlockKeys, sync_warpgroup);
       float c_of_key[2];
       {
-        const KeyNumbers keys(scales, first_key);
+        const KeyNumbers keys(tiles.scales<kOfK>(k), first_key);
         multiply_keys(S, k, q, keys);
         c_of_key[0] = keys.factor[0];
         c_of_key[1] = keys.factor[1];
@@ -262,14 +267,14 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       if (kHidesKeys && masked) {
         const int first = key_tile * kBlockKeys;
         const KeyRange seen_by_all = {mask.seen_by_all.begin - first, mask.seen_by_all.end - first};
-        add_hidden_non_finite(S, O, {v, scales}, seen_by_all, memory);
+        add_hidden_non_finite(S, O, {v, v_scales}, seen_by_all, memory);
       }
       float v_factor[2] = {1, 1};
       if (kVScales == 1) {
-        v_factor[0] = load_scale<kOfV>(scales, first_key, 0);
-        v_factor[1] = load_scale<kOfV>(scales, first_key + 8, 0);
+        v_factor[0] = load_scale<kOfV>(v_scales, first_key, 0);
+        v_factor[1] = load_scale<kOfV>(v_scales, first_key + 8, 0);
       }
-      ValueScales::make(memory.value_scales(), scales, v_factor);
+      ValueScales::make(memory.value_scales(), v_scales, v_factor);
       transposed_softmax_step(S, O, rows, c_of_key, v_factor, memory);
       multiply_values(O, v, uniform_descriptor(memory.p(), kBlockKeys * kPanelRowBytes), memory.value_scales());
       tiles.release();

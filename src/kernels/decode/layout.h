@@ -99,6 +99,7 @@ FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
 
 // Rows of Q in shared memory of a warp. With several heads these are all rows of a kv head, for which 8 may suffice.
 FULGUR_SHARED int rows_of_warp(const DecodeTile& tile) {
+  if (converts_in_registers(tile)) return tile.tile_rows / tile.warps_per_group;
   return tile.heads > 1 && tile.tile_rows / tile.heads <= 8 ? 8 : int(kWarpRows);
 }
 
@@ -181,7 +182,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
                                    : (map.k_full + lines - 1) / lines * lines;
   map.q = (tile.heads > 1 ? 1 : tile.warp_groups) * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 || tile.heads > 1 ? tile.tile_rows : 0;
-  const int q_columns = converts ? tile.head_dim : query_columns(tile.stored.k, tile.head_dim);
+  const int q_columns = converts || in_registers ? tile.head_dim : query_columns(tile.stored.k, tile.head_dim);
   map.q_full = map.q + panels_of(tile.types.q, q_columns) * rows * kPanelRowBytes;
   map.q_empty = map.q_full + 8;
   map.exchange = map.q_full + 16;

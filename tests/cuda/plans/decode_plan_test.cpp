@@ -254,9 +254,9 @@ TEST(DecodePlan, CodesComeInBoxes) {
   EXPECT_EQ(boxed(DType::kInt8, 128, 1), boxed(DType::kInt8, 128, 8));
 }
 
-// With more rows than a warp has, warpgroups convert codes themselves, up to 32 rows of formats
-// without blocks, or other warps do for them, more of them where that takes long. Few rows of wide
-// heads stay on the warp path, if that converts fast, and so do caches of codes and floats.
+// With more rows than a warp has, warpgroups convert codes themselves, up to 32 rows, or other
+// warps do for them, more of them where that takes long. Few rows of wide heads stay on the warp
+// path, if that converts fast, and so do caches of codes and floats.
 TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   const auto plan_of_codes = [](DType codes_k, DType codes_v, int64_t d, int64_t sq) {
     test::ForwardCall call =
@@ -282,14 +282,18 @@ TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   EXPECT_EQ(of(DType::kInt4, 256, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kE4M3, 128, 16), (Tile{true, 64, 64, 4}));
   EXPECT_EQ(of(DType::kInt8, 128, 16), (Tile{true, 64, 64, 8}));
-  EXPECT_EQ(of(DType::kQ8_0, 128, 8), (Tile{true, 64, 64, 8}));
+  EXPECT_EQ(of(DType::kQ8_0, 64, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kQ8_0, 128, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kQ8_0, 256, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kQ8_0, 128, 16), (Tile{true, 64, 64, 8}));
   EXPECT_EQ(of(DType::kQ8_0, 64, 16), (Tile{true, 64, 64, 8}));
   EXPECT_EQ(of(DType::kE4M3, 128, 32), (Tile{true, 128, 128, 4}));
   EXPECT_EQ(of(DType::kQ8_0, 128, 32), (Tile{true, 128, 64, 4}));  // registers
   EXPECT_EQ(of(DType::kQ8_0, 64, 32), (Tile{true, 128, 128, 4}));
   EXPECT_EQ(of(DType::kE4M3, 256, 8), (Tile{false, 32, 32, 0}));
   EXPECT_EQ(of(DType::kE4M3, 256, 32), (Tile{true, 64, 32, 4}));
-  EXPECT_EQ(of(DType::kQ4_0, 256, 8), (Tile{true, 64, 32, 8}));
+  EXPECT_EQ(of(DType::kQ4_0, 256, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kQ4_0, 256, 16), (Tile{true, 64, 32, 8}));
   EXPECT_FALSE(std::get<0>(plan_of_codes(DType::kE4M3, DType::kBF16, 128, 16)));
 }
 

@@ -16,17 +16,18 @@ __device__ __forceinline__ CodesOfK::Place code_place(int column) {
 // two columns of each lane. `pairs_before`: how many pairs of bytes come before the first block in the first 16 bytes
 // of a row of K (BlockRows::begin).
 __device__ __forceinline__ int query_column(int column, int pairs_before) {
-  constexpr int kCodesPerHalf = CodesOfK::kCodesPerHalf, kColumns = 8 * kCodesPerHalf;
-  if constexpr (is_block(StoredK::kType)) {
-    const int block = column / kBlockColumns;
-    const CodesOfK::Place at = code_place(column);
-    const int pair = pairs_before + block_bytes(StoredK::kType) / 2 * block + 1 + 2 * at.word + at.half;
-    const int chunk = pair / 8;
-    const int pass = passes_before_chunk(StoredK::kType, kHeadDim, chunk) + block;
-    return (pass - first_block(StoredK::kType, chunk)) * kColumns + at.number * 8 + pair % 8;
-  }
+  constexpr int kColumns = 8 * CodesOfK::kCodesPerHalf;
+  constexpr bool kBlocks = is_block(StoredK::kType);
   const CodesOfK::Place at = code_place(column);
-  return column / kColumns * kColumns + at.number * 8 + at.word * 2 + at.half;
+  const int pair = 2 * at.word + at.half;
+  if constexpr (kBlocks && !kConvertsInRegisters) {
+    const int block = column / kBlockColumns;
+    const int in_row = pairs_before + block_bytes(StoredK::kType) / 2 * block + 1 + pair, chunk = in_row / 8;
+    const int pass = passes_before_chunk(StoredK::kType, kHeadDim, chunk) + block;
+    return (pass - first_block(StoredK::kType, chunk)) * kColumns + at.number * 8 + in_row % 8;
+  }
+  constexpr int kTogether = kBlocks ? int(kBlockColumns) : kColumns;
+  return column / kTogether * kTogether + pair / 8 * kColumns + at.number * 8 + pair % 8;
 }
 
 // The descale of a row of Q of codes, 1 where the call has none.
@@ -95,7 +96,8 @@ __device__ __forceinline__ void prepare_queries(const DecodeParams& p, const Wor
       x[i] = Half::pack(number * (exponent.inverse * code_factor), 0) & 0xffff;
     }
     __syncwarp();
-    if constexpr (is_block(StoredK::kType)) {  // columns that meet scales, or codes of another block, are 0
+    if constexpr (is_block(StoredK::kType) && !kConvertsInRegisters) {
+      // Columns that meet scales, or codes of another block, are 0.
       for (int column = 2 * lane; column < query_columns(StoredK::kType, kHeadDim); column += 64)
         store_shared(place(row, column), 0);
       __syncwarp();

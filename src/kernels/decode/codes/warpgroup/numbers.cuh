@@ -12,6 +12,59 @@ enum : int {
   kStrips = kValueDim / 64,        // of 64 columns of V
 };
 
+// Chunks of a key's codes: eight pairs of bytes. Those of blocks do not begin at multiples of 16 bytes, so that lanes
+// load the words that ldmatrix would hand out.
+template <int tensor>
+struct KeyChunks {
+  static constexpr Element kType = stored_type(tensor);
+  using Chunks = CodeChunks<tensor>;
+  enum : int {
+    kColumns = 8 * Codes<kType>::kCodesPerHalf,
+    kCount = columns_of(tensor) / kColumns,
+    kOfBlock = max_of(kBlockColumns / kColumns, 1),
+  };
+  static_assert(BlockRows<tensor>::kPiece != 2);
+  // Where a chunk begins in a row of blocks.
+  static __device__ __forceinline__ constexpr int in_row(int chunk) {
+    return chunk / kOfBlock * block_bytes(kType) + 2 + chunk % kOfBlock * 16;
+  }
+  // Loads two pairs of each of the thread's two keys, of a chunk and of the next one.
+  static __device__ __forceinline__ void load(u32 rows, int chunk, u32 (&words)[4]) {
+    const int lane = threadIdx.x % 32, first = threadIdx.x % 128 / 32 * 16;
+    if constexpr (Chunks::kIsBlocks) {
+      const u32 row = rows + (first + thread_row()) * Chunks::kPitch + 2 * thread_column();
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Rows begin at multiples of 4 bytes, and so do the codes of every other block.
+        const int begin = in_row(chunk + i / 2);
+        const u32 at = row + i % 2 * 8 * Chunks::kPitch + begin;
+        words[i] = begin % 4 == 0 ? u32(load_shared(at)) : two_pairs(at, at + 2);
+      }
+    } else {
+      const u32 row = rows + chunk_place<Chunks::kRowBytes>(first + lane % 16, 0) ^ lane / 16 * 16;
+      load_shared_matrices((row ^ 16 * (chunk % Chunks::kPanelChunks)) +
+                               chunk / Chunks::kPanelChunks * (kBlockKeys * Chunks::kRowBytes),
+                           words);
+    }
+  }
+  // Loads the thread's pair of a chunk, of two successive keys in each 8 of 32 keys from `key` on.
+  static __device__ __forceinline__ void load_transposed(u32 rows, int key, int chunk, u32 (&words)[4]) {
+    if constexpr (Chunks::kIsBlocks) {
+      const u32 at = rows + (key + thread_column()) * Chunks::kPitch + in_row(chunk) + 2 * thread_row();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        words[i] = two_pairs(at + 8 * i * Chunks::kPitch, at + (8 * i + 1) * Chunks::kPitch);
+    } else {
+      load_shared_matrices_transposed(Chunks::place(rows, key + int(threadIdx.x % 32), chunk), words);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ u32 two_pairs(u32 lower, u32 upper) {
+    return __byte_perm(load_shared_u16(lower), load_shared_u16(upper), 0x5410);
+  }
+};
+
 // What numbers of a tensor take besides their conversion.
 template <int tensor>
 struct NumbersOf {
@@ -67,6 +120,20 @@ __device__ __forceinline__ float power_of(float scale) {
   return __int_as_float(__float_as_int(within_exponents_of_p(scale)) & 0x7f800000);
 }
 
+// Loads the scales of a key. Returns the power of 2 of the largest one that is finite.
+template <int tensor>
+__device__ __forceinline__ float load_scales(u32 scales, int key, float (&x)[NumbersOf<tensor>::kGroups]) {
+  const ScalesOfKey<tensor> of_key(scales, key);
+  float largest = 0;
+#pragma unroll
+  for (int group = 0; group < NumbersOf<tensor>::kGroups; ++group) {
+    x[group] = of_key[group];
+    const float scale = fabsf(x[group]);
+    largest = fmaxf(largest, scale < infinity() ? scale : 0);
+  }
+  return power_of(largest);
+}
+
 // A key's scale in a group relative to `power`, as f16.
 template <int tensor>
 __device__ __forceinline__ float relative_scale(float scale, float power) {
@@ -89,14 +156,8 @@ class KeyNumbers {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if constexpr (Of::kScaled) {
-        const ScalesOfKey<kOfK> of_key(scales, key + 8 * i);
-        float largest = 0;
-#pragma unroll
-        for (int group = 0; group < Of::kGroups; ++group) {
-          const float scale = fabsf(of_key[group]);
-          largest = fmaxf(largest, scale < infinity() ? scale : 0);
-        }
-        factor[i] = power_of(largest);
+        float of_key[Of::kGroups];
+        factor[i] = load_scales<kOfK>(scales, key + 8 * i, of_key);
 #pragma unroll
         for (int group = 0; group < Of::kGroups; ++group) {
           const float scale = relative_scale<kOfK>(of_key[group], factor[i]);
@@ -133,16 +194,13 @@ __device__ constexpr int even_divisor(int of, int limit) {
 
 // Issues S = K Q^T of 16 keys a warp. `q`: descriptor of the rows of Q.
 __device__ __forceinline__ void multiply_keys(float (&S)[kScores], u32 k, u32 q, const KeyNumbers& keys) {
-  using Chunks = CodeChunks<kOfK>;
+  using Chunks = KeyChunks<kOfK>;
   using Of = NumbersOf<kOfK>;
   enum : int {
     kHalf = CodesOfK::kCodesPerHalf,
-    kChunkColumns = 8 * kHalf,
     kProducts = kHalf / 2,  // of a chunk
     kAtOnce = even_divisor(Chunks::kCount, 8 / kProducts),  // chunks whose numbers are in registers together
   };
-  const u32 lane = threadIdx.x % 32;
-  const u32 row = k + chunk_place<Chunks::kRowBytes>(threadIdx.x % 128 / 32 * 16 + lane % 16, 0) ^ lane / 16 * 16;
 #pragma unroll
   for (int first = 0; first < Chunks::kCount; first += kAtOnce) {
     u32 a[kAtOnce * kProducts][4];
@@ -150,12 +208,10 @@ __device__ __forceinline__ void multiply_keys(float (&S)[kScores], u32 k, u32 q,
     for (int i = 0; i < kAtOnce; i += 2) {
       u32 loaded[4];
       const int chunk = first + i;
-      load_shared_matrices((row ^ 16 * (chunk % Chunks::kPanelChunks)) +
-                               chunk / Chunks::kPanelChunks * (kBlockKeys * Chunks::kRowBytes),
-                           loaded);
+      Chunks::load(k, chunk, loaded);
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        const int group = (chunk + j) * kChunkColumns / Of::kGroupColumns;
+        const int group = (chunk + j) * Chunks::kColumns / Of::kGroupColumns;
         u32 x[2][kHalf];
 #pragma unroll
         for (int key = 0; key < 2; ++key) {
@@ -205,14 +261,8 @@ class ValueScales {
     if constexpr (!Of::kScaled && !Of::kZeroPoints) return;
     const int lane = threadIdx.x % 32, key = threadIdx.x % 128 / 32 * 16 + lane % 16;
     if constexpr (Of::kScaled) {
-      const ScalesOfKey<kOfV> of_key(scales, key);
-      float largest = 0;
-#pragma unroll
-      for (int group = 0; group < Of::kGroups; ++group) {
-        const float scale = fabsf(of_key[group]);
-        largest = fmaxf(largest, scale < infinity() ? scale : 0);
-      }
-      const float power = power_of(largest);
+      float of_key[Of::kGroups];
+      const float power = load_scales<kOfV>(scales, key, of_key);
 #pragma unroll
       for (int i = 0; i < Of::kGroups / 2; ++i) {
         const float scale = lane < 16 ? of_key[2 * i] : of_key[2 * i + 1];
@@ -284,11 +334,10 @@ __device__ __forceinline__ void complete_values(ValueOperands& a, float (&O)[kSt
 
 // O += P V of the tile at `v`, with P^T of 64 keys at descriptor `p`.
 __device__ __forceinline__ void multiply_values(float (&O)[kStrips][kScores], u32 v, u32 p, u32 scales) {
-  using Chunks = CodeChunks<kOfV>;
+  using Chunks = KeyChunks<kOfV>;
   using Of = NumbersOf<kOfV>;
   using Columns = StripColumns;
   enum : int { kHalf = Columns::kHalf };
-  const u32 lane = threadIdx.x % 32;
   constexpr int kKeysAtOnce = kValueKeys;
   ValueOperands a;
 #pragma unroll
@@ -299,8 +348,8 @@ __device__ __forceinline__ void multiply_values(float (&O)[kStrips][kScores], u3
       for (int i = 0; i < Columns::kChunks; ++i) {
         const int chunk = Columns::chunk(i);
         u32 loaded[4];
-        load_shared_matrices_transposed(Chunks::place(v, first + key + lane, chunk), loaded);
-        const int group = chunk * 8 * kHalf / Of::kGroupColumns;
+        Chunks::load_transposed(v, first + key, chunk, loaded);
+        const int group = chunk * Chunks::kColumns / Of::kGroupColumns;
 #pragma unroll
         for (int matrix = 0; matrix < 4; ++matrix) {
           Affine with = {};
