@@ -530,7 +530,7 @@ TEST_P(LowBitCaches, ManyRowsOfAHead) {
     c.sk = one_of<int64_t>({70, 400});
     c.hk = one_of<int64_t>({1, 2});
     c.hq = c.hk * one_of<int64_t>({4, 8});
-    c.d = one_of<int64_t>({64, 128, 256});
+    c.d = one_of<int64_t>({64, 128, 160, 192, 256});
     c.dv = draw % 3 == 0 ? one_of<int64_t>({64, 128}) : c.d;
     c.mask = one_of({full(), causal(), window(20, 3)});
     c.softcap = one_of({0.0, 0.0, 5.0});

@@ -39,9 +39,6 @@ int box_keys_of(const Problem& p, int block_keys) {
 void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
   constexpr int kBoxStart = 16;  // bytes, at multiples of which boxes begin
   if (!features_of(plan.card.target).has_tma) return;
-  // Short rows that cross lines of L2 are faster by lanes.
-  const auto short_blocks = [](DType dtype, int dim) { return dtype == DType::kQ8_0 && dim <= 64; };
-  if (short_blocks(p.dtypes.k, plan.head_dim) || short_blocks(p.dtypes.v, plan.value_dim)) return;
   DecodePlan boxed = plan;
   boxed.k_piece = piece_of(p.dtypes.k, plan.head_dim, p.k, !plan.copies_k.empty(), Copies::kBoxes);
   boxed.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), Copies::kBoxes);
@@ -53,6 +50,13 @@ void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
     if (!rows_unsupported(shape).empty() || !not_addressable(shape).empty()) return;
   }
   plan = boxed;
+}
+
+/// Whether rows of K or V are short and cross lines of L2: warps that compute copy them faster
+/// than TMA does.
+bool short_blocks(const DecodePlan& plan, const Problem& p) {
+  const auto is_short = [](DType dtype, int dim) { return dtype == DType::kQ8_0 && dim <= 64; };
+  return is_short(p.dtypes.k, plan.head_dim) || is_short(p.dtypes.v, plan.value_dim);
 }
 
 /// How many kv heads a CTA reads together: their rows of a key lie side by side, and so do their
@@ -299,10 +303,11 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
     else
       set_buffers_of_codes(plan, p, card);
   } else {
-    if (plan.has_codes())
-      set_boxes_of_codes(plan, p);
-    else if (plan.warps_per_group >= kernels::kWarpgroupWarps)
+    if (plan.has_codes()) {
+      if (!short_blocks(plan, p)) set_boxes_of_codes(plan, p);
+    } else if (plan.warps_per_group >= kernels::kWarpgroupWarps) {
       plan.box_keys = box_keys_of(p, plan.block_keys);
+    }
     set_buffers(plan, card);
   }
   plan.grid = std::min(card.sms * residents, int{kernels::kMaxSlices});
@@ -324,14 +329,9 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (rows <= 16) add(1);
   if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
   if (common.has_codes()) {
-    // Of more than 16 rows, warps that load convert codes of both K and V, for as many rows as 128
-    // where registers suffice: up to 128 columns. Few rows of wide heads meet codes of 8 bits with
-    // one scale faster on the warp path.
-    const bool converts = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
-    const bool simple = code_bits(common) >= 8 * (common.head_dim + common.value_dim) &&
-                        std::max(common.k_scales, common.v_scales) <= 1;
-    const bool by_warps = rows <= 32 && dim > 128 && simple;
-    if (rows > 16 && (!converts || by_warps))
+    // Of more than 16 rows, warpgroups or warps that load convert codes of both K and V, for as
+    // many rows as 128 where registers suffice: up to 128 columns.
+    if (rows > 16 && !(is_low_bit(common.stored.k) && is_low_bit(common.stored.v)))
       add(2);
     else if (rows > 16)
       add(rows <= kFewRows || dim > 128 ? kernels::kWarpgroupWarps : kMaxWarps);

@@ -221,9 +221,9 @@ TEST(DecodePlan, HeadsOfCodesComeTogether) {
 // where all rows of a kv head begin at the same distance after a multiple of 16 bytes. Others are
 // copied by cp.async.
 TEST(DecodePlan, CodesComeInBoxes) {
-  const auto boxed = [](DType codes, int64_t d, int64_t hk, int64_t page = 0) {
+  const auto boxed = [](DType codes, int64_t d, int64_t hk, int64_t page = 0, int64_t sq = 1) {
     test::ForwardCall call =
-        test::forward_call({.sq = 1, .sk = 8192, .hq = 4 * hk, .hk = hk, .d = d, .seqused = true});
+        test::forward_call({.sq = sq, .sk = 8192, .hq = 4 * hk, .hk = hk, .d = d, .seqused = true});
     const int64_t rows = page > 0 ? page : 8192;
     for (ConstTensor* t : {&call.args.k, &call.args.v})
       *t = Tensor::contiguous(nullptr, codes, {2 * 8192 / rows, rows, hk, d}, t->device);
@@ -246,6 +246,8 @@ TEST(DecodePlan, CodesComeInBoxes) {
       EXPECT_GE(boxed(codes, d, 8), lanes ? 0 : 32);
       EXPECT_EQ(boxed(codes, d, 8, 16), lanes ? 0 : 16);
       EXPECT_EQ(boxed(codes, d, 8, 4), 0);
+      EXPECT_EQ(boxed(codes, d, 8, 0, 8), 64);
+      EXPECT_EQ(boxed(codes, d, 8, 16, 8), 16);
     }
   }
   // A row of one head has 136 bytes. The seventh block of 192 columns may begin too far after it.
@@ -255,8 +257,8 @@ TEST(DecodePlan, CodesComeInBoxes) {
 }
 
 // With more rows than a warp has, warpgroups convert codes themselves, up to 32 rows, or other
-// warps do for them, more of them where that takes long. Few rows of wide heads stay on the warp
-// path, if that converts fast, and so do caches of codes and floats.
+// warps do for them, more of them where that takes long. Caches of codes and floats stay on the
+// warp path.
 TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   const auto plan_of_codes = [](DType codes_k, DType codes_v, int64_t d, int64_t sq) {
     test::ForwardCall call =
@@ -290,7 +292,8 @@ TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   EXPECT_EQ(of(DType::kE4M3, 128, 32), (Tile{true, 128, 128, 4}));
   EXPECT_EQ(of(DType::kQ8_0, 128, 32), (Tile{true, 128, 64, 4}));  // registers
   EXPECT_EQ(of(DType::kQ8_0, 64, 32), (Tile{true, 128, 128, 4}));
-  EXPECT_EQ(of(DType::kE4M3, 256, 8), (Tile{false, 32, 32, 0}));
+  EXPECT_EQ(of(DType::kE4M3, 256, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kInt8, 256, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kE4M3, 256, 32), (Tile{true, 64, 32, 4}));
   EXPECT_EQ(of(DType::kQ4_0, 256, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kQ4_0, 256, 16), (Tile{true, 64, 32, 8}));
