@@ -330,11 +330,18 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
   if (common.has_codes()) {
     // Of more than 16 rows, warpgroups or warps that load convert codes of both K and V, for as
-    // many rows as 128 where registers suffice: up to 128 columns.
-    if (rows > 16 && !(is_low_bit(common.stored.k) && is_low_bit(common.stored.v)))
-      add(2);
-    else if (rows > 16)
+    // many rows as 128 where registers suffice: up to 128 columns. Few rows of wide heads meet
+    // codes of 8 bits with one scale faster on the warp path than where warps convert that load.
+    const bool both = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
+    const bool simple = code_bits(common) >= 8 * (common.head_dim + common.value_dim) &&
+                        std::max(common.k_scales, common.v_scales) <= 1;
+    if (rows > 16 && both)
       add(rows <= kFewRows || dim > 128 ? kernels::kWarpgroupWarps : kMaxWarps);
+    const bool converting = !tiles.empty() && tiles.back().convert_warps > 0;
+    if (rows > 16 && (!both || (converting && rows <= 32 && dim > 128 && simple))) {
+      tiles.clear();
+      add(2);
+    }
     const int heads = rows <= 16 ? heads_together(common, p) : 1;
     const int64_t keys = p.batch * p.sk * p.hk / heads;  // maximum of all CTAs
     if (heads > 1 && keys >= kMinKeysOfHeads * card.sms) {

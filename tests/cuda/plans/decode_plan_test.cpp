@@ -258,7 +258,7 @@ TEST(DecodePlan, CodesComeInBoxes) {
 
 // With more rows than a warp has, warpgroups convert codes themselves, up to 32 rows, or other
 // warps do for them, more of them where that takes long. Caches of codes and floats stay on the
-// warp path.
+// warp path, and so do few rows of wide heads in no multiples of 64 columns, if that converts fast.
 TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   const auto plan_of_codes = [](DType codes_k, DType codes_v, int64_t d, int64_t sq) {
     test::ForwardCall call =
@@ -294,6 +294,8 @@ TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   EXPECT_EQ(of(DType::kQ8_0, 64, 32), (Tile{true, 128, 128, 4}));
   EXPECT_EQ(of(DType::kE4M3, 256, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kInt8, 256, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kE4M3, 192, 8), (Tile{true, 64, 64, 0}));
+  EXPECT_EQ(of(DType::kE4M3, 160, 8), (Tile{false, 32, 32, 0}));
   EXPECT_EQ(of(DType::kE4M3, 256, 32), (Tile{true, 64, 32, 4}));
   EXPECT_EQ(of(DType::kQ4_0, 256, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kQ4_0, 256, 16), (Tile{true, 64, 32, 8}));
