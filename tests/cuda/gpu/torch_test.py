@@ -191,7 +191,7 @@ class TestAttention(OnGpu):
 
     def test_wrong_arguments(self):
         q, k, v = make_qkv()
-        for wrong in ((q, k.cpu(), v), (q, k.half(), v), (q, k, v[:, :5]), (q.float(), k.float(), v.float())):
+        for wrong in ((q, k.cpu(), v), (q, k.half(), v), (q, k, v[:, :5]), (q.double(), k.double(), v.double())):
             with self.assertRaises(RuntimeError):
                 attention(*wrong)
 
@@ -215,8 +215,6 @@ class TestDropIns(OnGpu):
 
     def test_float8(self):
         """e4m3 times descales of sequences and kv heads, out in bfloat16; FlashAttention-3's names."""
-        if torch.cuda.get_device_capability()[0] != 9:
-            self.skipTest("GPUs other than Hopper's compute no e4m3")
         codes = [x.to(torch.float8_e4m3fn) for x in make_qkv(sk=200)]
         descales = [torch.rand(2, 2, device="cuda") + 0.5 for _ in codes]
         names = "q_descale", "k_descale", "v_descale"
