@@ -129,10 +129,14 @@ kernels::Operands operands_of(const KernelKey& key) {
   return {element_of(types.q), element_of(types.k), element_of(types.v), element_of(types.out)};
 }
 
-bool is_f32(const OperandTypes& dtypes) { return dtypes == OperandTypes::all(DType::kF32); }
+bool is_wide(const OperandTypes& dtypes) {
+  return dtypes.q == DType::kF32 || dtypes.q == DType::kF64;
+}
 
 std::string dtypes_rejected(const OperandTypes& dtypes, bool takes_f32) {
-  if (takes_f32 && is_f32(dtypes)) return {};
+  if (takes_f32 && dtypes.q == DType::kF32) {
+    return dtypes == OperandTypes::all(DType::kF32) ? "" : "multiplies f32 with f32 alone";
+  }
   if (!dtypes.in({DType::kBF16, DType::kF16}))
     return takes_f32 ? "computes bf16, f16 and f32" : "computes bf16 and f16";
   // The tensor cores multiply operands of one type: q with k, and gradients of out with v.

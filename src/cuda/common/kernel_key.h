@@ -108,8 +108,9 @@ OperandTypes multiplied(const Problem& problem);
 /// The element types of kernels for the operands of a key.
 kernels::Operands operands_of(const KernelKey& key);
 
-/// Whether all operands are f32, which the portable forward and backward kernels alone compute.
-bool is_f32(const OperandTypes& dtypes);
+/// Whether q has more than 16 bits: of such calls the portable forward and backward kernels alone
+/// compute some, those of f32.
+bool is_wide(const OperandTypes& dtypes);
 
 /// Why no kernel computes operands of these dtypes; empty if one may. `takes_f32`: kernels of a
 /// family that computes f32, too.

@@ -7,7 +7,7 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-bool is_forward(const Problem& p) { return p.pass == Pass::kForward && !is_f32(p.dtypes); }
+bool is_forward(const Problem& p) { return p.pass == Pass::kForward && !is_wide(p.dtypes); }
 
 bool takes_one(const Problem& p) { return is_forward(p) && !takes_both(p); }
 

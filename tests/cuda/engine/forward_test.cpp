@@ -495,7 +495,7 @@ TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
     return message_of([&] { plan(call.args, call.options); });
   };
   EXPECT_NE(
-      message({.dtype = DType::kF64, .lse = false}).find("engine cuda: computes bf16 and f16"),
+      message({.dtype = DType::kF64, .lse = false}).find("engine cuda: computes bf16, f16 and f32"),
       std::string::npos);
   EXPECT_NE(message({.d = 512}).find("d and dv up to 256"), std::string::npos);
   const std::string f32 = message({.dtype = DType::kF32, .d = 512});  // whose dtype is computed

@@ -200,7 +200,7 @@ TEST_F(Tune, RefusesWhatItCannotMeasure) {
           "max_workspace: got 1048576, want 0");
   refused({.batch = 0}, Status::kInvalidArgument, "q: got no row");
   refused({.dtype = DType::kF64, .lse = false}, Status::kUnsupported,
-          "engine cuda: computes bf16 and f16");
+          "engine cuda: computes bf16, f16 and f32");
   const AppendingCall appending({.sq = 1});
   EXPECT_TRUE(
       contains(message_of([&] { cuda::tune(appending.call.args); }), "append: given, want none"));

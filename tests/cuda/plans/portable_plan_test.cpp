@@ -302,6 +302,9 @@ TEST(PortablePlan, SaysWhatItDoesNotCompute) {
   Problem f64 = forward_problem({});
   f64.dtypes = OperandTypes::all(DType::kF64);
   EXPECT_EQ(forward_rejects(f64), "computes bf16, f16 and f32");
+  Problem over_codes = forward_problem({.dtype = DType::kF32});
+  over_codes.dtypes.k = DType::kInt8;
+  EXPECT_EQ(forward_rejects(over_codes), "multiplies f32 with f32 alone");
   EXPECT_EQ(forward_rejects(forward_problem({.d = 320})),
             "computes d and dv up to 256, got 320 and 320");
   EXPECT_EQ(backward_rejects(backward_problem({})), "");
