@@ -50,23 +50,22 @@ struct ExplainRequest {
 /// The scales of codes in `x`, k or v of (batch or pages, rows, hk, dim): for e4m3 and e5m2 one of
 /// each sequence and kv head, for integers one of each row or group of its columns.
 ConstTensor scales_of(const ConstTensor& x, int64_t batch, int64_t group) {
-  switch (x.dtype) {
-    case DType::kE4M3:
-    case DType::kE5M2:
-      return Tensor::contiguous(nullptr, DType::kF32, {batch, x.shape[2]}, x.device);
-    case DType::kInt8:
-    case DType::kInt4: {
-      const int64_t groups = group == 0 ? 1 : x.shape[3] / group;
-      if (group != 0 && groups * group != x.shape[3]) {
-        io::fail("--kv-group", "got {} columns, want a divisor of the head dim {}", group,
-                 x.shape[3]);
-      }
-      return Tensor::contiguous(nullptr, DType::kF16, {x.shape[0], x.shape[1], x.shape[2], groups},
-                                x.device);
-    }
-    default:
-      return {};
+  const int64_t dim = x.shape[3];
+  const bool integers = x.dtype == DType::kInt8 || x.dtype == DType::kInt4;
+  if (group != 0 && !integers) {
+    io::fail("--kv-group", "got {} columns, want none with {}: int8 and int4 have groups", group,
+             name_of(x.dtype));
   }
+  if (group != 0 && dim % group != 0) {
+    io::fail("--kv-group", "got {} columns, want a divisor of the head dim {}", group, dim);
+  }
+  if (integers) {
+    return Tensor::contiguous(nullptr, DType::kF16,
+                              {x.shape[0], x.shape[1], x.shape[2], group == 0 ? 1 : dim / group},
+                              x.device);
+  }
+  if (x.dtype != DType::kE4M3 && x.dtype != DType::kE5M2) return {};
+  return Tensor::contiguous(nullptr, DType::kF32, {batch, x.shape[2]}, x.device);
 }
 
 /// The plan of a call, or the one for a card that need not be here.

@@ -359,12 +359,37 @@ class LowBitCaches : public EveryEngine {
     return c;
   }
 
+  // How many calls a test draws, unless the environment says.
+  static int draws(int usual) {
+    const char* const text = std::getenv("FULGUR_TEST_DRAWS");
+    return text == nullptr ? usual : std::atoi(text);
+  }
+
+  // A call over K and V of codes, in pages or not (0), is right and writes its results alone.
+  void is_attended(const Case& c, DType dtype, int64_t page, const CachedCall::Keys& k,
+                   const CachedCall::Keys& v) {
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << test_seed() << " " << c.name() << " page " << page << " "
+                 << name_of(dtype) << " over " << name_of(k.format) << " "
+                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
+                 << static_cast<int>(v.kind) << v.zero_point);
+    CachedCall call(c, dtype, random_());
+    call.set_k(k);
+    call.set_v(v);
+    maybe_code_queries(call);
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (page > 0) call.page(page);
+    if (!computes([&] { call.run(engine()); })) return;
+    EXPECT_TRUE(call.is_right(e));
+    EXPECT_TRUE(call.w.check_memory());
+  }
+
   std::mt19937_64 random_{test_seed()};
 };
 
 TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
-  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
-  const int count = draws == nullptr ? 12 : std::atoi(draws);
+  const int count = draws(12);
   for (int draw = 0; draw < count; ++draw) {
     Case c = drawn();
     const int64_t page = one_of<int64_t>({0, 0, 1, 5, 16, 64, 256});
@@ -376,21 +401,8 @@ TEST_P(LowBitCaches, AreAttendedAsTheirNumbers) {
                                           DType::kQ8_0, DType::kQ4_0});
     };
     const CachedCall::Keys k = keys_of(format()), v = keys_of(format());
-    SCOPED_TRACE(testing::Message()
-                 << "seed " << test_seed() << " draw " << draw << " " << c.name() << " page "
-                 << page << " " << name_of(dtype) << " over " << name_of(k.format) << " "
-                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
-                 << static_cast<int>(v.kind) << v.zero_point);
-    CachedCall call(c, dtype, random_());
-    call.set_k(k);
-    call.set_v(v);
-    maybe_code_queries(call);
-    call.w.seal();
-    const Expected e = expect_forward(call.w);
-    if (page > 0) call.page(page);
-    if (!computes([&] { call.run(engine()); })) continue;
-    ASSERT_TRUE(call.is_right(e));
-    ASSERT_TRUE(call.w.check_memory());
+    is_attended(c, dtype, page, k, v);
+    if (HasFailure()) return;
   }
 }
 
@@ -442,8 +454,7 @@ TEST_P(LowBitCaches, OfEveryFormatScaleAndPage) {
     }
   }
   std::shuffle(all.begin(), all.end(), random_);
-  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
-  const size_t few = draws == nullptr ? 12 : static_cast<size_t>(std::atoi(draws));
+  const auto few = static_cast<size_t>(draws(12));
   if (engine() == "cuda") all.resize(std::min(all.size(), few));
   for (const Form& form : all) {
     Case c;
@@ -503,26 +514,14 @@ TEST_P(LowBitCaches, SeveralHeadsTogether) {
     c.mask = one_of({causal(), window(300, 0)});
     c.seqused = true;
     c.sinks = random_() % 3 == 0;
-    SCOPED_TRACE(testing::Message() << "seed " << test_seed() << " " << c.name() << " page "
-                                    << form.page << " " << name_of(form.keys.format) << " "
-                                    << static_cast<int>(form.keys.kind) << form.keys.zero_point);
-    CachedCall call(c, DType::kBF16, random_());
-    call.set_k(form.keys);
-    call.set_v(form.keys);
-    maybe_code_queries(call);
-    call.w.seal();
-    const Expected e = expect_forward(call.w);
-    if (form.page > 0) call.page(form.page);
-    if (!computes([&] { call.run(engine()); })) continue;
-    ASSERT_TRUE(call.is_right(e));
-    ASSERT_TRUE(call.w.check_memory());
+    is_attended(c, DType::kBF16, form.page, form.keys, form.keys);
+    if (HasFailure()) return;
   }
 }
 
 // More rows of a kv head than warps take together.
 TEST_P(LowBitCaches, ManyRowsOfAHead) {
-  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
-  const int count = draws == nullptr ? 6 : std::atoi(draws);
+  const int count = draws(6);
   for (int draw = 0; draw < count; ++draw) {
     Case c;
     c.batch = one_of<int64_t>({1, 3});
@@ -542,28 +541,14 @@ TEST_P(LowBitCaches, ManyRowsOfAHead) {
                              DType::kQ8_0, DType::kQ4_0}));
     };
     const CachedCall::Keys k = keys(), v = random_() % 2 == 0 ? k : keys();
-    SCOPED_TRACE(testing::Message()
-                 << "seed " << test_seed() << " draw " << draw << " " << c.name() << " page "
-                 << page << " over " << name_of(k.format) << " " << static_cast<int>(k.kind)
-                 << k.zero_point << " " << name_of(v.format) << " " << static_cast<int>(v.kind)
-                 << v.zero_point);
-    CachedCall call(c, DType::kBF16, random_());
-    call.set_k(k);
-    call.set_v(v);
-    maybe_code_queries(call);
-    call.w.seal();
-    const Expected e = expect_forward(call.w);
-    if (page > 0) call.page(page);
-    if (!computes([&] { call.run(engine()); })) continue;
-    EXPECT_TRUE(call.is_right(e));
-    ASSERT_TRUE(call.w.check_memory());
+    is_attended(c, DType::kBF16, page, k, v);
+    if (HasFailure()) return;
   }
 }
 
 // Codes of rotated keys, and of keys less their means, give out and LSE of the keys themselves.
 TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
-  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
-  const int count = draws == nullptr ? 12 : std::atoi(draws);
+  const int count = draws(12);
   for (int draw = 0; draw < count; ++draw) {
     const bool rotates = draw % 3 != 0, means = draw % 3 != 1, of_sequences = random_() % 2 == 0;
     Case c;
@@ -609,8 +594,7 @@ TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
 // With `invariant` a sequence gives the same bits alone and in any batch, whatever other rows of
 // the caches hold, however long other sequences are, and however its keys are split.
 TEST_P(LowBitCaches, InvariantToTheBatch) {
-  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
-  const int count = draws == nullptr ? 6 : std::atoi(draws);
+  const int count = draws(6);
   for (int draw = 0; draw < count; ++draw) {
     Case c;
     c.batch = 3;
@@ -658,8 +642,7 @@ TEST_P(LowBitCaches, InvariantToTheBatch) {
 // Rows of blocks begin at multiples of 16, 8 or 4 bytes, or in the middle of a word, each or all of
 // a kv head.
 TEST_P(LowBitCaches, RowsOfBlocksMayBeginAnywhere) {
-  const char* const draws = std::getenv("FULGUR_TEST_DRAWS");
-  const int count = draws == nullptr ? 12 : std::atoi(draws);
+  const int count = draws(12);
   for (int draw = 0; draw < count; ++draw) {
     const DType k = one_of({DType::kQ8_0, DType::kQ4_0}), v = one_of({DType::kQ8_0, DType::kQ4_0});
     Case c;

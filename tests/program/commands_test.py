@@ -181,6 +181,7 @@ def test_explain_of_low_bit_tensors():
     fails("explain", "--kv-dtype", "int3", code=2, says=["--kv-dtype", "int3"])
     fails("explain", "--kv-group", "32", code=2, says=["--kv-group", "--kv-dtype"])
     fails("explain", "--kv-dtype", "int8", "--kv-group", "31", says=["--kv-group", "31 columns", "head dim 64"])
+    fails("explain", "--kv-dtype", "e4m3", "--kv-group", "32", says=["--kv-group", "32 columns", "none with e4m3"])
     fails("explain", "--kv-dtype", "int8", "--backward", code=2, says=["--kv-dtype", "--backward"])
     fails("explain", "--kv-dtype", "q8_0", "--d", "80", says=["80", "q8_0"])
 
