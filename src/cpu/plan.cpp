@@ -25,8 +25,10 @@ int64_t sequences_with_rows(const Problem& p) { return std::min(p.batch, p.total
 
 /// Plans to decode sequences of at most `rows` rows a kv head.
 void plan_decode(const Problem& p, const Kernels& k, int64_t rows, CpuPlan& plan) {
-  // Heads of a key that are contiguous are read together, in the order of memory.
-  if (std::abs(p.k.head) < std::abs(key_stride(p, p.k))) {
+  // Heads of a key that are contiguous are read together, in the order of memory. Keys that the
+  // bias hides from one of them change how V of all is added, and with it the rounding.
+  const bool apart = p.invariant && p.has(Arg::kBias) && p.bias.head != 0;
+  if (!apart && std::abs(p.k.head) < std::abs(key_stride(p, p.k))) {
     plan.decode_heads = p.hk;
     while (plan.decode_heads > kMaxDecodeHeads && plan.decode_heads % 2 == 0) {
       plan.decode_heads /= 2;

@@ -341,6 +341,28 @@ TEST_P(DenseBias, InvariantToTheBatch) {
   EXPECT_TRUE(std::equal(got.begin(), got.end(), want.end() - static_cast<int64_t>(got.size())));
 }
 
+// Few queries have the same bits whether the heads of a key lie side by side or not, of which the
+// bias hides keys from some.
+TEST_P(DenseBias, InvariantToTheLayoutOfHeads) {
+  for (const DType dtype : kDtypes) {
+    Case c{.dtype = dtype, .batch = 4, .sq = 1, .sk = 12, .hq = 4, .hk = 4, .d = 40, .dv = 24};
+    c.bias = Bias::kAll;
+    Workload side_by_side(c, 13);
+    c.layout = Layout::kBhsd;
+    Workload apart(c, 13);
+    for (const auto tensor :
+         {&ForwardTensors::q, &ForwardTensors::k, &ForwardTensors::v, &ForwardTensors::bias}) {
+      write(apart.forward.*tensor, read(side_by_side.forward.*tensor));
+    }
+    for (Workload* w : {&side_by_side, &apart}) {
+      w->options.engine = engine();
+      w->options.invariant = true;
+      if (!computes([&] { w->run_forward(); })) return;
+    }
+    EXPECT_EQ(read(apart.forward.out), read(side_by_side.forward.out)) << name_of(dtype);
+  }
+}
+
 // Tree masks hide keys, and the bias does.
 TEST_P(DenseBias, WithTreeMasks) {
   for (const int64_t sq : {5, 40}) {
