@@ -42,6 +42,21 @@ def test_attention_is_that_of_the_numbers(rng, format):
             fulgur.attention(q, *y, k_descale=np.ones(1, np.float32))
 
 
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", [(1, 0, 2, 64), (0, 5, 2, 64), (0, 2, 64)])
+def test_no_rows(format, shape):
+    if format in ("e4m3", "e5m2"):
+        pytest.importorskip("ml_dtypes")
+    y = fulgur.quantize(np.empty(shape, np.float32), format)
+    assert y.shape == shape and y.dequantize().shape == shape
+
+
+def test_attention_over_codes_of_no_keys(rng):
+    k = fulgur.quantize(numbers(rng, 2, 0, 2, 64), "q4_0")
+    out, lse = fulgur.attention(numbers(rng, 2, 3, 4, 64), k, k, return_lse=True)
+    assert np.all(out == 0) and np.all(lse == -np.inf)
+
+
 def test_one_may_be_quantized_and_floats_may_differ(rng):
     q, k, v = numbers(rng, 1, 5, 4, 32), numbers(rng, 1, 20, 4, 32), numbers(rng, 1, 20, 4, 32)
     half = v.astype(np.float16)
