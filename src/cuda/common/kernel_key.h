@@ -108,8 +108,8 @@ OperandTypes multiplied(const Problem& problem);
 /// The element types of kernels for the operands of a key.
 kernels::Operands operands_of(const KernelKey& key);
 
-/// Whether q has more than 16 bits: of such calls the portable forward and backward kernels alone
-/// compute some, those of f32.
+/// Whether q has more than 16 bits: of such calls, kernels by mma.sync alone compute some, those of
+/// f32.
 bool is_wide(const OperandTypes& dtypes);
 
 /// Why no kernel computes operands of these dtypes; empty if one may. `takes_f32`: kernels of a

@@ -100,8 +100,9 @@ class DecodeCost {
     // On Hopper memory binds on the warp path.
     const bool hidden = plan_.has_wgmma() && !plan_.warpgroup_path();
     if (hidden) return 0;
-    const double flops =
-        plan_.warpgroup_path() ? kProductFlops : kWarpProducts * plan_.card.mma_rate;
+    const double flops = plan_.warpgroup_path()
+                             ? kProductFlops
+                             : kWarpProducts * mma_rate(plan_.dtypes.q, plan_.card);
     const double columns = plan_.head_dim + plan_.value_dim;
     const double of_block = 2.0 * plan_.block_rows() * columns / flops;
     if (plan_.converts_in_registers())

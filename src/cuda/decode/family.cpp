@@ -7,14 +7,14 @@
 namespace fulgur::cuda::decode {
 namespace {
 
-bool is_forward(const Problem& p) { return p.pass == Pass::kForward && !is_wide(p.dtypes); }
+bool is_forward(const Problem& p) { return p.pass == Pass::kForward; }
 
 bool takes_one(const Problem& p) { return is_forward(p) && !takes_both(p); }
 
 /// With codes no other kernel computes a call, so that bits depend on nothing but this one's
 /// splits.
 std::string portable_rejects(const Problem& p) {
-  if (p.invariant && dtypes_rejected(p.dtypes).empty()) {
+  if (p.invariant && dtypes_rejected(p.dtypes, /*takes_f32=*/true).empty()) {
     return "splits keys, which `invariant` forbids here";
   }
   return decode_rejects_few(p);

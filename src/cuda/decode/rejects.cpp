@@ -33,7 +33,8 @@ std::string left_to_forward(const Problem& p) {
 /// Why q, k and v of these dtypes are not computed; empty when they are.
 std::string operands_rejected(const Problem& p) {
   const OperandTypes& types = p.dtypes;
-  if (!is_low_bit(types.k) && !is_low_bit(types.v)) return dtypes_rejected(types);
+  if (!is_low_bit(types.k) && !is_low_bit(types.v))
+    return dtypes_rejected(types, /*takes_f32=*/true);
   if (!is_low_bit(types.q) && types.q != DType::kBF16 && types.q != DType::kF16) {
     return "computes q of bf16, f16, e4m3 and e5m2";
   }
@@ -60,6 +61,8 @@ std::string operands_rejected(const Problem& p) {
 
 std::string decode_rejects(const Problem& p) {
   std::string why = decode_rejects_few(p);
+  if (why.empty() && p.invariant && is_wide(p.dtypes))
+    return "splits keys of f32, which `invariant` forbids here";
   if (why.empty()) why = left_to_forward(p);
   if (!why.empty() || !rows_decide(p) || deciding_queries(p) <= few_queries(p)) return why;
   return fmt::format(

@@ -121,7 +121,9 @@ int code_bits(const DecodePlan& plan) {
 /// Bc.
 int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
-  const int keys = std::min((dim <= 64 ? 32 : 16) * plan.warps_per_group, dim <= 128 ? 64 : 32);
+  const auto halves = static_cast<int>(dim * size_of(plan.stored.k) / 2);  // of 16 bits in a row
+  const int keys_of_warp = halves <= 64 ? 32 : halves <= 256 ? 16 : 8;
+  const int keys = std::min(keys_of_warp * plan.warps_per_group, dim <= 128 ? 64 : 32);
   if (plan.has_codes() && plan.warps_per_group >= kernels::kWarpgroupWarps) {
     // Registers suffice for large tiles without factors of keys, or with few columns.
     const bool few_registers =

@@ -6,6 +6,7 @@
 // tiles of a work tile in turn, each with its own state of the online softmax. Every warp loads for its warp group,
 // ahead of its products and over the ends of work tiles, so that memory never waits for products, barriers and
 // combines. docs/kernels/decode.md derives this; decode/decode_warpgroup.cu is the path of more rows.
+#include "attention/products_f32.cuh"
 #include "decode/combine.cuh"
 #include "decode/decode_warp.cuh"
 #include "decode/non_finite.cuh"
@@ -15,12 +16,19 @@ static_assert(!kCodesK && !kCodesV && !Schedule::kCombineKernel);
 // S = Q K^T. Q of the warp lies at `q`, the tile of K at `k`.
 __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
   const u32 lane = threadIdx.x % 32;
+  const auto load_query = [&](int step, u32 (&a)[4]) {
+    load_shared_matrices(q + step / 4 * kQPanelBytes + swizzled(lane % 16, step % 4 * 2 + lane / 16), a);
+  };
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; ++i) S[i] = 0;
+  if constexpr (ElementK::kType == kF32) {
+    return add_products_of_rows<kHeadDim>(
+        one_tile(S), [&](int, int step, u32 (&a)[4]) { load_query(step, a); }, k, kPanelBytes);
+  }
 #pragma unroll
   for (int step = 0; step < kHeadDim / 16; ++step) {
     u32 a[4];
-    load_shared_matrices(q + step / 4 * kQPanelBytes + swizzled(lane % 16, step % 4 * 2 + lane / 16), a);
+    load_query(step, a);
 #pragma unroll
     for (int keys = 0; keys < kBlockKeys; keys += 16) {
       u32 b[4];
@@ -33,7 +41,8 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kBlockKeys / 2], u32 
 }
 
 // O += P V of the tile at `v`.
-__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
+__device__ __forceinline__ void multiply_values(float (&O)[kValueDim / 2], const u32 (&P)[kPWords], u32 v) {
+  if constexpr (ElementV::kType == kF32) return add_products_of_columns(one_tile(O), one_tile(P), v, kPanelBytes);
   const u32 lane = threadIdx.x % 32;
 #pragma unroll
   for (int keys = 0; keys < kBlockKeys; keys += 16)
@@ -70,7 +79,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
 #pragma unroll 1
     for (int key_tile = tile.begin + warp_group; key_tile < tile.end; key_tile += kWarpGroups) {
       float S[kBlockKeys / 2];
-      u32 P[kBlockKeys / 4];
+      u32 P[kPWords];
       const u32 k = ring.keys(sync);
       const bool masked = mask.cuts(key_tile);
       HiddenScores<ByRows> hidden;

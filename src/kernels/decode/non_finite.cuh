@@ -9,25 +9,50 @@ struct ValueTile {
   u32 v, factors = 0;
 };
 
+enum : int { kVWords = kValueDim * ElementV::kBytes / 4 };  // of a key
+
+__device__ __forceinline__ u32 word_place(u32 v, int key, int word) {
+  return v + word / 32 * kPanelBytes + swizzled(key, word % 32 / 4) + word % 4 * 4;
+}
+
+// A word of V with zeros for what is not finite.
+__device__ __forceinline__ u32 finite_part(u32 word) {
+  if constexpr (ElementV::kType == kF32) return fabsf(__uint_as_float(word)) < infinity() ? word : 0;
+  return (ElementV::is_finite(word) ? word & 0xffff : 0) | (ElementV::is_finite(word >> 16) ? word & 0xffff0000 : 0);
+}
+
+// Two adjacent columns of V with zeros for what is finite.
+__device__ __forceinline__ void load_not_finite(u32 at, float (&x)[2]) {
+  const u32 word = load_shared(at), rest = word ^ finite_part(word);
+  if constexpr (ElementV::kType == kF32) {
+    const u32 next = load_shared(at + 4);
+    x[0] = __uint_as_float(rest);
+    x[1] = __uint_as_float(next ^ finite_part(next));
+  } else {
+    x[0] = ElementV::low(rest);
+    x[1] = ElementV::high(rest);
+  }
+}
+
 // Adds NaN and infinity of V to O in the rows that see their key, and replaces them by 0 in shared memory for the
 // product. `sync` is a barrier of the warp group, which shares the tile.
 template <class Sync>
 __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
                                                const HiddenScores<ByRows>& hidden, int key_tile,
                                                const ValueTile& values, Sync sync) {
-  const auto pair_at = [&](int key, int column) {
-    return values.v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8) + column % 8 * 2;
-  };
   sync();
 #pragma unroll 1
   for (int key = 0; key < kBlockKeys; ++key) {
     const bool seen[2] = {sees(p, rows, hidden, 0, key_tile, key), sees(p, rows, hidden, 1, key_tile, key)};
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; i += 4) {
-      const u32 pair = load_shared(pair_at(key, 2 * i + int(thread_column())));
-      const float factor = kVFactors ? __int_as_float(load_shared(values.factors + 4 * key)) : 1;
-      const float x[2] = {ElementV::is_finite(pair) ? 0 : ElementV::low(pair) * factor,
-                          ElementV::is_finite(pair >> 16) ? 0 : ElementV::high(pair) * factor};
+      float x[2];
+      load_not_finite(word_place(values.v, key, (2 * i + int(thread_column())) * ElementV::kBytes / 4), x);
+      if (kVFactors) {
+        const float factor = __int_as_float(load_shared(values.factors + 4 * key));
+#pragma unroll
+        for (int j = 0; j < 2; ++j) x[j] = x[j] == 0 ? 0 : x[j] * factor;
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         if (seen[j / 2]) O[i + j] += x[j % 2];
@@ -36,18 +61,16 @@ __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)
   }
   sync();
 #pragma unroll 1
-  for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kValueDim / 2; at += kWarpGroupThreads) {
-    const u32 address = pair_at(at / (kValueDim / 2), at % (kValueDim / 2) * 2);
-    const u32 pair = load_shared(address);
-    store_shared(address, (ElementV::is_finite(pair) ? pair & 0xffff : 0) |
-                              (ElementV::is_finite(pair >> 16) ? pair & 0xffff0000 : 0));
+  for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kVWords; at += kWarpGroupThreads) {
+    const u32 address = word_place(values.v, at / kVWords, at % kVWords);
+    store_shared(address, finite_part(load_shared(address)));
   }
   sync();
 }
 
 // Whether V of a tile has NaN or infinity at a key of the sequence that some row does not see.
 __device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyRange& seen_by_all, int sk) {
-  constexpr int kChunks = kValueDim / 8;
+  constexpr int kChunks = kVWords / 4;
   const int first = key_tile * kBlockKeys;
   const int keys = min(int(kBlockKeys), sk - first);
   const int before = max(min(seen_by_all.begin - first, keys), 0);
@@ -58,11 +81,10 @@ __device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyR
   for (int at = threadIdx.x % 32; at < hidden * kChunks; at += 32) {
     const int i = at / kChunks;
     const int key = i < before ? i : i - before + after;
-    const int column = at % kChunks * 8;
     u32 x[4];
-    load_shared16(v + column / 64 * kPanelBytes + swizzled(key, column % 64 / 8), x);
+    load_shared16(word_place(v, key, at % kChunks * 4), x);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) found = found || !ElementV::is_finite(x[j]) || !ElementV::is_finite(x[j] >> 16);
+    for (int j = 0; j < 4; ++j) found = found || x[j] != finite_part(x[j]);
   }
   return __any_sync(0xffffffff, found);
 }

@@ -8,15 +8,26 @@
 // Stores four columns of a row of O. `scale` is one over the sum of the row.
 __device__ __forceinline__ void store_columns(const DecodeParams& p, ElementO::Memory* row, int column,
                                               const float4& x, float scale) {
-  const u32 low = ElementO::pack(x.x * scale, x.y * scale);
-  const u32 high = ElementO::pack(x.z * scale, x.w * scale);
-  if (kOWhole && column + 4 <= p.dv) {
-    *reinterpret_cast<uint2*>(row + column) = {low, high};
-    return;
-  }
+  if constexpr (ElementO::kType == kF32) {
+    const float4 y = {x.x * scale, x.y * scale, x.z * scale, x.w * scale};
+    if (kOWhole && column + 4 <= p.dv) {
+      *reinterpret_cast<float4*>(row + column) = y;
+      return;
+    }
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (column + i < p.dv) row[column + i] = static_cast<ElementO::Memory>((i < 2 ? low : high) >> (i % 2 * 16));
+    for (int i = 0; i < 4; ++i)
+      if (column + i < p.dv) row[column + i] = i == 0 ? y.x : i == 1 ? y.y : i == 2 ? y.z : y.w;
+  } else {
+    const u32 low = ElementO::pack(x.x * scale, x.y * scale);
+    const u32 high = ElementO::pack(x.z * scale, x.w * scale);
+    if (kOWhole && column + 4 <= p.dv) {
+      *reinterpret_cast<uint2*>(row + column) = {low, high};
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (column + i < p.dv) row[column + i] = static_cast<ElementO::Memory>((i < 2 ? low : high) >> (i % 2 * 16));
+  }
 }
 
 // The q head of a row of a work tile.

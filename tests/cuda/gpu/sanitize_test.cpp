@@ -68,6 +68,16 @@ TEST_F(Sanitize, EveryTileOfF32) {
     run_tiles<BackwardArgs>(
         w, w.backward, seen, [&] { w.run_forward(); }, [&] { return backward_is_right(w, e); });
   }
+  for (const int64_t sq : {1, 3}) {  // queries of 8 heads: rows of decode kernels
+    for (const auto& [d, dv] : {std::pair{256, 200}, {128, 128}, {50, 64}}) {
+      Workload w({.dtype = DType::kF32, .sq = sq, .sk = 600, .hq = 8, .hk = 1, .d = d, .dv = dv},
+                 1);
+      const Expected e = expect_forward(w);
+      std::set<std::string> seen;
+      run_tiles<ForwardArgs>(
+          w, w.forward, seen, [] {}, [&] { return forward_is_right(w, e); });
+    }
+  }
 }
 
 /// Whether attention has Hopper's kernels here: on other GPUs, and where FULGUR_CUDA_TARGET says

@@ -883,7 +883,11 @@ TEST(DecodePlan, Rejects) {
   };
   const auto as_is = [](Problem&) {};
   EXPECT_EQ(why({}, as_is), "");
-  EXPECT_EQ(why({.dtype = DType::kF32}, as_is), "computes bf16 and f16");
+  EXPECT_EQ(why({.dtype = DType::kF32}, as_is), "");
+  EXPECT_EQ(why({.dtype = DType::kF32, .invariant = true}, as_is),
+            "splits keys of f32, which `invariant` forbids here");
+  EXPECT_EQ(why({}, [](Problem& p) { p.dtypes = OperandTypes::all(DType::kF64); }),
+            "computes bf16, f16 and f32");
   EXPECT_EQ(why({.d = 264}, as_is), "computes d and dv up to 256, got 264 and 264");
   EXPECT_EQ(why({}, [](Problem& p) { p.dropout_p = 0.5; }), "computes without dropout");
   EXPECT_EQ(why({.invariant = true}, as_is),

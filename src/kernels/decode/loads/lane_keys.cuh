@@ -52,7 +52,7 @@ class LaneKeys {
     const long long entry = kPage > 0 ? ids_[i / kRunRows] : kPackedK ? 0 : s.entry;
     const int row = kPage > 0 ? (s.n.k_start + key(i)) % max_of(kPage, 1) : s.n.k_start + key(i);
     return static_cast<const typename Type::Memory*>(t.data) + entry * t.batch + row * t.row + tile.head * t.head +
-           column_ * int(2 / sizeof(typename Type::Memory));
+           column_ * 2 / int(sizeof(typename Type::Memory));
   }
 
   // The i-th key of a tile whose scales this lane copies; -1: it has none.

@@ -3,8 +3,8 @@
 // half of the rows and every kKeyWarps-th unit of 16 columns. P and dS are fragments in registers, and tiles in shared
 // memory for the other warps, whose rows are keys and whose columns are queries.
 #pragma once
+#include "attention/products_f32.cuh"
 #include "portable/backward/tile.cuh"
-#include "portable/common/products_f32.cuh"
 
 // The warp's keys of a tile of K or V as the first operand of products. With kKeepsKeys they stay in registers, which
 // saves a sixth of the loads from shared memory in a step.

@@ -2,10 +2,10 @@
 // fragments of four warps with 16 queries each. Q and K, then dO and V, are loaded to the same shared memory.
 #pragma once
 #include "attention/fragment_store.cuh"
+#include "attention/products_f32.cuh"
 #include "backward/bias_sums.cuh"
 #include "portable/backward/bias_tile.h"
 #include "portable/common/copy_rows.cuh"
-#include "portable/common/products_f32.cuh"
 
 __device__ constexpr PortableBiasLayout kLayout = portable_bias_layout(kOperands, kHeadDim, kValueDim);
 enum : int { kThreads = 128, kPanelBytes = kPortableBiasTile * kPanelRowBytes };

@@ -1,7 +1,8 @@
 // The two products of a key tile, S = Q K^T and O += P V, by the warps of a CTA. A warp has 16 rows of each of its
 // kWarpStrips strips, and multiplies all of them with each fragment of K and V that it loads.
 #pragma once
-#include "portable/forward/products_f32.cuh"
+#include "attention/products_f32.cuh"
+#include "portable/forward/queries.cuh"
 
 // S += Q K^T for 16 columns. `address`: of the lane's part of K.
 template <bool kept>
@@ -36,7 +37,10 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKe
   for (int strip = 0; strip < kWarpStrips; ++strip)
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; ++i) S[strip][i] = 0;
-  if constexpr (ElementK::kType == kF32) return add_scores_f32(S, q, k);
+  if constexpr (ElementK::kType == kF32) {
+    return add_products_of_rows<kHeadDim>(
+        S, [&](int strip, int step, u32 (&a)[4]) { q.template get<false>(strip, step, a); }, k, kPanelBytes);
+  }
   const u32 lane = threadIdx.x % 32;
   const u32 address = k + swizzled(lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
@@ -48,7 +52,7 @@ __device__ __forceinline__ void multiply_scores(float (&S)[kWarpStrips][kBlockKe
 // O += P V for the tile at `v`.
 __device__ __forceinline__ void multiply_values(float (&O)[kWarpStrips][kValueDim / 2],
                                                 const u32 (&P)[kWarpStrips][kPWords], u32 v) {
-  if constexpr (ElementV::kType == kF32) return add_values_f32(O, P, v);
+  if constexpr (ElementV::kType == kF32) return add_products_of_columns(O, P, v, kPanelBytes);
   const u32 lane = threadIdx.x % 32;
   const u32 address = v + swizzled(lane % 16, lane / 16);
 #pragma unroll

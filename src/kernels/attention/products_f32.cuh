@@ -129,3 +129,36 @@ struct SumsOfColumns {
     sums[t][1].add_to(c + 4);
   }
 };
+
+// C += A B. `A`: words of pack_words; `b`: B in panels of `panel_bytes`.
+template <int tiles, int words, int accumulators>
+__device__ __forceinline__ void add_products_of_columns(float (&C)[tiles][accumulators], const u32 (&A)[tiles][words],
+                                                        u32 b, int panel_bytes) {
+  constexpr int kSteps = words / 4;
+  PartsOfA a[tiles][kSteps];
+#pragma unroll
+  for (int t = 0; t < tiles; ++t)
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+#pragma unroll
+      for (int word = 0; word < 4; ++word) a[t][i].big[word] = A[t][4 * i + word];
+      a[t][i].split();
+    }
+  const u32 pair = pair_address(b);
+#pragma unroll
+  for (int column = 0; column < 2 * accumulators; column += 16) {
+    SumsOfColumns<tiles> sums;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      sums.add([&](int t) -> const PartsOfA& { return a[t][i]; },
+               column_address(pair, column, panel_bytes) + i * 8 * kPanelRowBytes);
+#pragma unroll
+    for (int t = 0; t < tiles; ++t) sums.add_to(t, C[t] + column / 2);
+  }
+}
+
+// The accumulators or words of one tile, as those of an array of tiles.
+template <class T, int n>
+__device__ __forceinline__ T (&one_tile(T (&x)[n]))[1][n] {
+  return reinterpret_cast<T (&)[1][n]>(x);
+}
