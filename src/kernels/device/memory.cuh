@@ -102,10 +102,6 @@ __device__ __forceinline__ void store_shared16(u32 address, const u32* x) {
 
 // Returns 0, computed from a packed pair of non-negative numbers: instructions that depend on it stay after these.
 __device__ __forceinline__ u32 zero_after(u32 packed) { return packed >> 31; }
-// Returns x < 2^30, with a dependence on any number: a number >= 2 has bits of at least 2^30.
-__device__ __forceinline__ int same_after(int x, float number) {
-  return min(x, __float_as_int(fmaxf(fabsf(number), 2)));
-}
 
 // Stores a struct of ints by 16 bytes.
 template <class T>

@@ -30,9 +30,16 @@ FULGUR_SHARED int pack_tile(int tile, int masked_by) { return 8 * tile + masked_
 FULGUR_SHARED int packed_tile(int packed) { return packed >> 3; }
 FULGUR_SHARED int packed_masked_by(int packed) { return packed & 7; }
 
-// What the producer publishes of a key tile with its K, kMapsTiles: the next tile, packed for each strip.
+// What the producer publishes of the next key tile of a strip, kMapsTiles.
+struct NextTile {
+  int packed;
+  int alike;  // the tiles from it down to this one come one after the other, and the same masks them
+};
+constexpr NextTile kNoTile = {-1, 0};
+
+// What it publishes with V of a key tile: the next tile of each strip.
 struct alignas(16) TileInfo {
-  int next[4];
+  NextTile next[4];
 };
 
 // The walk of a strip over the key tiles of its q tile from right to left: the tile it is at, and what the strip sees
@@ -56,14 +63,18 @@ struct KeyWalk {
     return some;
   }
 
-  // Where a map says which tiles are visible (kMapsTiles), full_end has TileInfo::masked_by of this tile.
+  // Where a map says which tiles are visible (kMapsTiles), full_end has the MaskedBy of this tile, and full_begin is
+  // NextTile::alike.
   FULGUR_SHARED int masked_by() const { return full_end; }
   // Whether the strip sees something of it; false at the end of the walk.
   FULGUR_SHARED bool sees_tile() const { return (masked_by() & kUnseen) == 0; }
-  // The next call of next() leads to the tile that is packed.
-  FULGUR_SHARED void set_next(int packed) {
-    tile = packed_tile(packed) + 1;
-    full_end = packed_masked_by(packed);
+  // Moves the walk. Returns whether the tile comes now and is masked as the one before.
+  FULGUR_SHARED bool next_alike() { return --tile >= full_begin; }
+  // The next call of next() leads to this tile.
+  FULGUR_SHARED void set_next(const NextTile& to) {
+    tile = packed_tile(to.packed) + 1;
+    full_end = packed_masked_by(to.packed);
+    full_begin = to.alike;
   }
 };
 

@@ -82,7 +82,6 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 
     SegmentMeans means;
     means.begin(walk.tile);
-    NextTile next;
     if (skip_unseen(kv, walk)) {
       bool again = false;
       do {  // for each run of tiles that the strip sees; without a map there is one
@@ -94,11 +93,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         if (kOThroughQ) release_previous_q();
         if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
         const int masked_by = walk.masked_by();
-        next.load(kv.k);
         if (kMaskBits && masked_by) mask_words.load(kv.bias_tile(), masked_by);
         wait_for_products<0>(S);
-        next.make_uniform(S);
         if (!kBiasTile && !kMaskBits) kv.release_k();
+        const NextTile next = load_next_tile(kv);
         adjust_scores(true, bias_words, masked_by);
         if constexpr (kBiasInRegisters) hide_by_bias_words(S, bias_words);
         if constexpr (kMaskBits) {
@@ -110,7 +108,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         else softmax_step<true>(S, P, O, rows, scale.of_scores);
         if constexpr (kBiasInRegisters) kv.release_loaded_k();
         if (kDropout) kept.drop(P);
-        next.set(walk);
+        set_next_tile(walk, next);
 
         if constexpr (kDoubleBuffersP) {
           // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
@@ -147,40 +145,41 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
 
 #pragma unroll 1
         while (next_in_run(walk)) {
-          // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t), which rescales O where the maximum moves.
-          means.enter(p, rows, walk.tile);
-          kv.wait_v();
-          kv.wait_k();
-          if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
           with_masked_by(walk, [&](int masked_by) {
-            next.load(kv.k);
-            if (kMaskBits && masked_by) {
-              mask_words.load(kv.bias_tile(), masked_by);
-              fence_async_proxy();  // the release of K needs it; here no score waits for it
-              __syncwarp();
-            }
-            register_fence(O);
-            wgmma_fence();
-            // With a mask of bits q is made uniform here; otherwise the compiler does it before each of the products.
-            issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, kv.k_operand());
-            issue_values(O, P, kv.v_operand());
-            if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
-            if constexpr (!kPairs || kBiasInP) {
-              wgmma_wait<1>();  // S is complete; O += P V still runs
-              if (kMapsTiles || kBiasInRegisters) register_fence(S);
-              if constexpr (kBiasInRegisters) adjust_scores(false, bias_words, 0);
-              if (kMaskBits && masked_by) scores.mask(S, mask_words, masked_by);
-              if (!kBiasTile) kv.release_k();
-            }
-            next.make_uniform(S);
-            wait_for_products<0>(S, O);
-            if (!kBiasInP) kv.release_v();
-            if constexpr (!kBiasInRegisters) adjust_scores(false, bias_words, masked_by);
-            softmax_step<false>(S, P, O, rows, scale.of_scores, hide_by_bias);
-            if constexpr (kBiasInRegisters) kv.release_loaded_k();
-            if (kDropout) kept.drop(P);
-            next.set(walk);
+#pragma unroll 1
+            do {
+              // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t), which rescales O where the maximum moves.
+              means.enter(p, rows, walk.tile);
+              kv.wait_v();
+              kv.wait_k();
+              if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
+              if (kMaskBits && masked_by) {
+                mask_words.load(kv.bias_tile(), masked_by);
+                fence_async_proxy();  // the release of K needs it; here no score waits for it
+                __syncwarp();
+              }
+              register_fence(O);
+              wgmma_fence();
+              // With a mask of bits q is made uniform here; otherwise the compiler does it before each of the products.
+              issue_scores(S, kMaskBits ? u32(uniform(int(q))) : q, kv.k_operand());
+              issue_values(O, P, kv.v_operand());
+              if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
+              if constexpr (!kPairs || kBiasInP) {
+                wgmma_wait<1>();  // S is complete; O += P V still runs
+                if (kMapsTiles || kBiasInRegisters) register_fence(S);
+                if constexpr (kBiasInRegisters) adjust_scores(false, bias_words, 0);
+                if (kMaskBits && masked_by) scores.mask(S, mask_words, masked_by);
+                if (!kBiasTile) kv.release_k();
+              }
+              wait_for_products<0>(S, O);
+              if (!kBiasInP) kv.release_v();
+              if constexpr (!kBiasInRegisters) adjust_scores(false, bias_words, masked_by);
+              softmax_step<false>(S, P, O, rows, scale.of_scores, hide_by_bias);
+              if constexpr (kBiasInRegisters) kv.release_loaded_k();
+              if (kDropout) kept.drop(P);
+            } while (kMapsTiles && walk.next_alike());
           });
+          set_next_tile(walk, load_next_tile(kv));
         }
 
         // O += P V of the leftmost tile. Where V is centred, its means are added, too.

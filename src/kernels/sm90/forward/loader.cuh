@@ -5,6 +5,7 @@
 #include "device/dependent_launch.cuh"
 #include "sm90/common/work_tiles.cuh"
 #include "sm90/forward/maps/mask_words.cuh"
+#include "sm90/forward/maps/tile_info.cuh"
 #include "sm90/forward/rings.cuh"
 #include "sm90/forward/values.cuh"
 #include "sm90/ptx/tma.cuh"
@@ -66,7 +67,7 @@ struct Loader {
       : p(p), smem(smem), q(smem, 1), k(smem, 1), v(smem, 1) {}
 
   // The strips of a q tile and their Views; strip_of(i) is the strip of warpgroup i. After the last q tile come Views
-  // without Q, which end the work. `keys`: the key tiles, or with kMapsTiles the first one as a TileInfo.
+  // without Q, which end the work. `keys`: the key tiles, or with kMapsTiles a FirstTile.
   template <class Tiles, class StripOf>
   __device__ __forceinline__ void load_q(const QTile& tile, const Lengths& n, const Tiles& keys, StripOf strip_of) {
     q.wait_empty();
@@ -81,7 +82,7 @@ struct Loader {
       for (int strip = 0; strip < strips; ++strip) {
         View view;
         if constexpr (kMapsTiles)
-          view = view_of_published_tiles(band_of(p), n, tile, keys.next[strip], strip_of(strip));
+          view = view_of_published_tiles(band_of(p), n, tile, keys.packed[strip], strip_of(strip));
         else view = view_of(band_of(p), n, kBlockKeys, tile, keys, strip_of(strip));
         store_shared_struct(view_address(smem, q.ring.stage(), strip), tile.block < 0 ? view_of_the_end() : view);
       }
@@ -189,9 +190,10 @@ struct Loader {
   }
 
   // V of a tile. P is 0 in its rows after the end of the sequence, but 0 * NaN is NaN: they are cleared where TMA does
-  // not write zeros there.
-  __device__ __forceinline__ void load_v(const Keys& keys, int key_tile) {
+  // not write zeros there. `next`: what the strip of the lane's warpgroup sees after this tile, kMapsTiles.
+  __device__ __forceinline__ void load_v(const Keys& keys, int key_tile, const NextTile& next = {}) {
     v.wait_empty();
+    if constexpr (kMapsTiles) publish_next_tile(v, next);
     const u32 full = v.full();
     const u32 buffer = v.address();
     if constexpr (!kMapsTiles) wait_for_earlier_kernels();  // they prepare V; or a map, and have ended

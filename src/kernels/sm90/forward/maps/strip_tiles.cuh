@@ -48,15 +48,28 @@ class StripTiles {
     if (!more()) return -1;
     const int bit = tile % 32;
     int masked_by = partial_ >> bit & 1 ? +kMaskedByMask : 0;
-    if (is_partial(all_see_, tile * kBlockKeys, (tile + 1) * kBlockKeys))
+    if (is_masked_by_bounds())
       masked_by |= !kMaskBits || kBoundsApart ? +kMaskedByBounds : +kMaskedByMask;
     if ((seen_ >> bit & 1) == 0) masked_by = kSkipsTiles ? +kUnseen : +kMaskedByMask;
     return pack_tile(tile, masked_by);
+  }
+  // What consumers hear of the tile, and of those after it that are masked alike, for the lane's strip.
+  __device__ __forceinline__ NextTile published() const {
+    if (is_masked_by_bounds()) return {packed(), tile};
+    // In the same word, and none that the bounds cut.
+    const int bit = tile % 32;
+    const u32 alike = seen_ & (partial_ >> bit & 1 ? partial_ : ~partial_);
+    const int last = tile - __clz(int(~(alike << (31 - bit)))) + 1;
+    return {packed(), max(last, (all_see_.begin + kBlockKeys - 1) / kBlockKeys)};
   }
 
  private:
   enum : int { kWords = 32 / kConsumers };  // that a warp reads at a time
 
+  // Whether the bounds of the call hide keys of the tile from some row of the strip.
+  __device__ __forceinline__ bool is_masked_by_bounds() const {
+    return is_partial(all_see_, tile * kBlockKeys, (tile + 1) * kBlockKeys);
+  }
   // Finds the next word from word_ on that has seen tiles.
   __device__ __forceinline__ void find_word(const SeenWords& map) {
     const int lane = threadIdx.x % 32, ahead = lane / kConsumers;
