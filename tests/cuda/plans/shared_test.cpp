@@ -300,7 +300,7 @@ TEST(Layout, BuffersAreAlignedApartAndFit) {
             {map.last, 4 * plan.consumers, 4},
             {map.dropout_key, 8, 8},
             {map.tile_info,
-             maps_tiles ? static_cast<int>(sizeof(kernels::TileInfo)) * plan.v_stages : 0, 16},
+             maps_tiles ? static_cast<int>(sizeof(kernels::TileInfo)) * plan.k_stages : 0, 16},
             {map.ordered, sorted > 0 ? 8 : 0, 8},
             {map.order, 2 * sorted, 2},
             {map.view, static_cast<int>(sizeof(kernels::View)) * plan.q_stages * plan.consumers,

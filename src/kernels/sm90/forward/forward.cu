@@ -93,10 +93,10 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         if (kOThroughQ) release_previous_q();
         if (kDropout) kept = kept_of_tile(p, smem + kLayout.dropout_key, view, walk.tile);
         const int masked_by = walk.masked_by();
+        load_next_tile(kv);
         if (kMaskBits && masked_by) mask_words.load(kv.bias_tile(), masked_by);
         wait_for_products<0>(S);
         if (!kBiasTile && !kMaskBits) kv.release_k();
-        const NextTile next = load_next_tile(kv);
         adjust_scores(true, bias_words, masked_by);
         if constexpr (kBiasInRegisters) hide_by_bias_words(S, bias_words);
         if constexpr (kMaskBits) {
@@ -108,7 +108,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         else softmax_step<true>(S, P, O, rows, scale.of_scores);
         if constexpr (kBiasInRegisters) kv.release_loaded_k();
         if (kDropout) kept.drop(P);
-        set_next_tile(walk, next);
+        set_next_tile(walk, kv);
 
         if constexpr (kDoubleBuffersP) {
           // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
@@ -153,6 +153,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
               kv.wait_v();
               kv.wait_k();
               if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
+              load_next_tile(kv);
               if (kMaskBits && masked_by) {
                 mask_words.load(kv.bias_tile(), masked_by);
                 fence_async_proxy();  // the release of K needs it; here no score waits for it
@@ -179,7 +180,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
               if (kDropout) kept.drop(P);
             } while (kMapsTiles && walk.next_alike());
           });
-          set_next_tile(walk, load_next_tile(kv));
+          set_next_tile(walk, kv);
         }
 
         // O += P V of the leftmost tile. Where V is centred, its means are added, too.

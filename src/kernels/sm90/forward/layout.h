@@ -42,7 +42,7 @@ struct ForwardLayout {
   int view;  // one View per Q buffer and consumer
   int last;  // one int per consumer: whether its split is the last to finish
   int dropout_key;
-  int tile_info;  // with a map a TileInfo per V buffer
+  int tile_info;  // with a map a TileInfo per K buffer
   int ordered, order;  // with a map by strips: a barrier, and the order of blocks (maps/block_order.cuh)
   int head;  // with codes a HeadOfCodes per Q buffer
   int end, bytes;
@@ -99,7 +99,7 @@ FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {
   map.last = map.view + int(sizeof(View)) * tile.q_stages * tile.consumers;
   map.dropout_key = (map.last + 4 * tile.consumers + 7) / 8 * 8;
   map.tile_info = (map.dropout_key + 8 + 15) / 16 * 16;
-  map.head = map.tile_info + (tile.maps_tiles ? int(sizeof(TileInfo)) * tile.v_stages : 0);
+  map.head = map.tile_info + (tile.maps_tiles ? int(sizeof(TileInfo)) * tile.k_stages : 0);
   map.ordered = map.head + (tile.types.q == kE4M3 ? int(sizeof(HeadOfCodes)) * tile.q_stages : 0);
   const int sorted = tile.maps_tiles && !tile.mask_bits ? max_sorted_blocks(tile.consumers) : 0;
   map.order = map.ordered + (sorted > 0 ? 8 : 0);

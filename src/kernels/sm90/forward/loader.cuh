@@ -5,7 +5,6 @@
 #include "device/dependent_launch.cuh"
 #include "sm90/common/work_tiles.cuh"
 #include "sm90/forward/maps/mask_words.cuh"
-#include "sm90/forward/maps/tile_info.cuh"
 #include "sm90/forward/rings.cuh"
 #include "sm90/forward/values.cuh"
 #include "sm90/ptx/tma.cuh"
@@ -190,10 +189,9 @@ struct Loader {
   }
 
   // V of a tile. P is 0 in its rows after the end of the sequence, but 0 * NaN is NaN: they are cleared where TMA does
-  // not write zeros there. `next`: what the strip of the lane's warpgroup sees after this tile, kMapsTiles.
-  __device__ __forceinline__ void load_v(const Keys& keys, int key_tile, const NextTile& next = {}) {
+  // not write zeros there.
+  __device__ __forceinline__ void load_v(const Keys& keys, int key_tile) {
     v.wait_empty();
-    if constexpr (kMapsTiles) publish_next_tile(v, next);
     const u32 full = v.full();
     const u32 buffer = v.address();
     if constexpr (!kMapsTiles) wait_for_earlier_kernels();  // they prepare V; or a map, and have ended

@@ -2,6 +2,7 @@
 #pragma once
 #include "sm90/forward/loader.cuh"
 #include "sm90/forward/maps/strip_tiles.cuh"
+#include "sm90/forward/maps/tile_info.cuh"
 
 // The strips of a block. With a bias in P the call chooses the number of blocks (forward_plan.cpp).
 __device__ __forceinline__ BlockStrips strips_of_block(const ForwardParams& p, int rows, int block, int heads) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void load_mapped_tiles(const Params& p, u32 smem) {
   QTile tile = q_tile_of(p, blockIdx.x);
   for (;; tile = sorted_q_tile_of(p, smem, take_number(p))) {
     at.go_to(p, tile);
-    if (v_tile >= 0) load.load_v(source, v_tile, kNoTile);
+    if (v_tile >= 0) load.load_v(source, v_tile);
     v_tile = -1;
     if (at.tile.block < 0) break;
     if (!at.has_rows()) continue;
@@ -86,12 +87,16 @@ __device__ __forceinline__ void load_mapped_tiles(const Params& p, u32 smem) {
     }
 #pragma unroll 1
     while (at.seen.more()) {
-      if (v_tile >= 0) load.load_v(source, v_tile, at.seen.published());
-      v_tile = at.seen.tile;
-      load.load_k(source, v_tile, strip_of, kMaskBits && at.seen.mask_hides());
+      const int tile = at.seen.tile;
+      const bool masked = kMaskBits && at.seen.mask_hides();
+      at.seen.next(p.expression.map);
+      const NextTile next = at.seen.published();  // found while V's buffer is in use
+      if (v_tile >= 0) load.load_v(source, v_tile);
+      v_tile = tile;
+      publish_next_tile(load.k, next);
+      load.load_k(source, tile, strip_of, masked);
       if (loads_q) load.load_q(at.tile, at.n, first, strip_of);
       loads_q = false;
-      at.seen.next(p.expression.map);
     }
   }
   load.load_q(at.tile, at.n, FirstTile{}, strip_of);

@@ -26,6 +26,7 @@ struct KvBuffers {
   u32 leader;  // this thread arrives for its warp
   KBuffers k;
   VBuffers v;
+  NextTile next;  // the tile after that of K's buffer, once load_next_tile() has read it (maps/tile_info.cuh)
 
   __device__ __forceinline__ KvBuffers(u32 smem, u32 leader) : smem(smem), leader(leader), k(smem, 0), v(smem, 0) {}
 

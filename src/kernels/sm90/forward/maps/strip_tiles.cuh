@@ -55,6 +55,7 @@ class StripTiles {
   }
   // What consumers hear of the tile, and of those after it that are masked alike, for the lane's strip.
   __device__ __forceinline__ NextTile published() const {
+    if (!more()) return kNoTile;
     if (is_masked_by_bounds()) return {packed(), tile};
     // In the same word, and none that the bounds cut.
     const int bit = tile % 32;
