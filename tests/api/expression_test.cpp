@@ -243,6 +243,25 @@ TEST_P(Expressions, MasksOfTiles) {
   }
 }
 
+// One head, and so few blocks of rows that there may be more of them than its strips need.
+TEST_P(Expressions, DocumentsOfOneHead) {
+  constexpr int64_t kTokens = 1000;
+  BoundTensors tensors;
+  std::mt19937_64 random(1);
+  tensors.add("doc", DType::kI32, {1, kTokens}, random);
+  std::vector<double> ids(kTokens);
+  for (int64_t i = 0; i < kTokens; ++i) ids[i] = static_cast<double>((i + 40) / 230);
+  write(tensors.memory[0], ids);
+  Case c{.dtype = dtype(), .sq = kTokens, .sk = kTokens, .hq = 1, .hk = 1, .d = 72, .dv = 72};
+  Workload w(c, 3);
+  w.options.engine = engine();
+  w.options.mask_mod = parse_expression("doc[b, q] == doc[b, k]", {tensors.known[0].symbol});
+  w.mask_value = [&](const ScorePlace& p) { return ids[p.q] == ids[p.k]; };
+  w.forward.tensors = w.backward.tensors = tensors.of({w.options.mask_mod});
+  if (!runs(w)) return;
+  EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+}
+
 // Masks of any form over several tiles: that a tile is skipped, or not looked at, is never wrong.
 TEST_P(Expressions, RandomMasksOfTiles) {
   const uint64_t seed = test_seed();

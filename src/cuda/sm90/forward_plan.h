@@ -60,6 +60,10 @@ struct ForwardKey : AnyForwardKey {
   bool bias_in_p() const { return kernels::bias_in_p(bias_tile(), consumers, value_dim); }
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
+  /// Whether blocks of rows are told how many there are, and have as many strips, or one less.
+  bool even_blocks() const {
+    return maps_tiles && !mask_bits && consumers == 3 && !(has_left || has_right || has_padding());
+  }
   MapTiles map_tiles() const {
     return {.block_strips = mask_bits ? consumers : 1,
             .block_keys = block_keys,

@@ -5,6 +5,7 @@
 
 #include "cuda/sm90/forward_cost.h"
 #include "kernels/host_device/strips.h"
+#include "kernels/sm90/forward/layout.h"
 
 namespace fulgur::cuda::sm90 {
 namespace {
@@ -93,11 +94,14 @@ double cut_longest_blocks(ForwardPlan& plan, const BlockCost& cost, int sms, dou
 
 /// If the last round leaves SMs idle, gives each head more blocks than its strips need: more of
 /// them then have one strip less. All heads become one section, so that these shorter blocks come
-/// last. Only the kernels with a bias in P are told the number of blocks. Returns the predicted
-/// cycles.
+/// last. Only the kernels with a bias in P, or with even blocks, are told the number of blocks; the
+/// latter sort the blocks of the last rounds, so that calls of more rounds stay as they are.
+/// Returns the predicted cycles.
 double balance_last_round(ForwardPlan& plan, const Problem& p, const BlockCost& cost, int sms,
                           double best) {
-  if (!plan.bias_in_p() || is_banded(plan) || !all_heads_fit(plan, p, sms)) return best;
+  const bool sorted =
+      plan.even_blocks() && kernels::blocks_of(plan.work) <= kernels::kSortedRounds * sms;
+  if (!(plan.bias_in_p() || sorted) || is_banded(plan) || !all_heads_fit(plan, p, sms)) return best;
   Work work = plan.work;
   work.bulk_heads = 0;
   const int strips = kernels::strips_of(static_cast<int>(p.sq));

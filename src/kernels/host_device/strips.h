@@ -42,4 +42,12 @@ FULGUR_SHARED BlockStrips strips_of_block_of(int blocks, int rows, int block_str
   return {block_strips * block - min_of(block, missing), block_strips * (block + 1) - min_of(block + 1, missing)};
 }
 
+// The same, but if they are more than blocks_of(), those with one strip less lie among the others at even distances.
+FULGUR_SHARED BlockStrips strips_of_even_block(int blocks, int rows, int block_strips, int block) {
+  if (blocks == blocks_of(rows, block_strips)) return strips_of_block(rows, block_strips, block);
+  const int missing = block_strips * blocks - strips_of(rows);
+  return {block_strips * block - missing * block / blocks,
+          block_strips * (block + 1) - missing * (block + 1) / blocks};
+}
+
 }  // namespace fulgur::kernels

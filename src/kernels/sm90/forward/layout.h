@@ -67,7 +67,9 @@ FULGUR_SHARED int values_warps(int keys, int block_keys) {
   return (min_of(keys, segment_keys(block_keys)) + kValuesWarpKeys - 1) / kValuesWarpKeys;
 }
 
-// With a map by strips: one for each consumer thread.
+// With a map by strips the blocks of the last rounds, of a block for each CTA, are sorted (maps/block_order.cuh).
+enum : int { kSortedRounds = 4 };
+// One for each consumer thread.
 FULGUR_SHARED int max_sorted_blocks(int consumers) { return consumers > 1 ? 128 * consumers : 0; }
 
 FULGUR_SHARED ForwardLayout forward_layout(const ForwardTile& tile) {

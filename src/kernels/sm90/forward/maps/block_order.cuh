@@ -11,13 +11,20 @@
 
 enum : int {
   kOrdersBlocks = kSkipsTiles && !kSplitTail,
-  kSortedRounds = 4,  // of a block for each CTA
 };
 
 // The index of a block of rows in a section, and the block of an index, as q_tile_of() counts them.
 template <class Params>
 __device__ __forceinline__ int index_in_section(const Params& p, int block) {
   return first_rows_see_most(band_of(p)) ? block : p.work.row_blocks - 1 - block;
+}
+
+// The strips of a block where a map says which tiles are visible. The call may choose the number of blocks
+// (forward_schedule.cpp).
+template <class Params>
+__device__ __forceinline__ BlockStrips strips_of_mapped_block(const Params& p, int rows, int block) {
+  return kEvenBlocks ? strips_of_even_block(p.work.row_blocks, rows, kConsumers, block)
+                     : strips_of_block(rows, kConsumers, block);
 }
 
 // The blocks of the last section that are sorted: indices [begin, end) of each map, none if the section has too many.
@@ -53,7 +60,7 @@ __device__ __forceinline__ void sort_blocks(const Params& p, u32 smem) {
       const int batch = of_map / p.expression.map_shape.heads;
       const int head = (of_map - batch * p.expression.map_shape.heads) * map.heads_of_map;
       const Lengths n = lengths_of(p, batch);
-      const BlockStrips strips = strips_of_block(n.sq, kConsumers, block);
+      const BlockStrips strips = strips_of_mapped_block(p, n.sq, block);
       const u64* const words = words_of_block(map, batch, head, strips.first);
 #pragma unroll 1
       for (int at = thread % kThreadsOfBlock; at < map.block - map.has_spans(); at += kThreadsOfBlock) {

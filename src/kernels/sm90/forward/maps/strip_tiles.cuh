@@ -120,24 +120,23 @@ struct MappedTile {
   __device__ __forceinline__ void go_to(const Params& p, const QTile& to) {
     tile = to;
     n = lengths_of(p, tile.batch);
-    first_ = first_strip(n.sq, kConsumers, tile.block);
-    end_ = first_strip(n.sq, kConsumers, tile.block + 1);
+    strips_ = strips_of_mapped_block(p, n.sq, tile.block);
     if (!has_rows()) return;
     // Warpgroups take turns at the bottom, as without a map (sm90/forward/producer.cuh).
     flip_ = !(kSplitTail && tile.split >= 0) && !flip_;
-    const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, kConsumers, kBlockKeys, kSplitTail, tile);
+    const KeyTiles keys = key_tiles_of(p.work, band_of(p), n, strips_, kBlockKeys, kSplitTail, tile);
     wait_for_earlier_kernels();  // which make the map
     seen = StripTiles(p, tile, n, keys, strip_of(threadIdx.x % 32 % kConsumers).row);
   }
-  __device__ __forceinline__ bool has_rows() const { return tile.block >= 0 && kStripRows * first_ < n.sq; }
+  __device__ __forceinline__ bool has_rows() const { return tile.block >= 0 && kStripRows * strips_.first < n.sq; }
 
   // The strip of a warpgroup; row n.sq: it has none.
   __device__ __forceinline__ Strip strip_of(int group) const {
-    const int mine = first_ + (flip_ ? kConsumers - 1 - group : group);
-    return {mine < end_ ? kStripRows * mine : n.sq, tile.head};
+    const int mine = strips_.first + (flip_ ? kConsumers - 1 - group : group);
+    return {mine < strips_.end ? kStripRows * mine : n.sq, tile.head};
   }
 
  private:
-  int first_, end_;  // strips
+  BlockStrips strips_;
   bool flip_ = false;
 };
