@@ -232,6 +232,27 @@ TEST_P(DenseBias, OfShorterBlocks) {
   }
 }
 
+// Bounds that cut the first one or two tiles of a strip, or the last ones.
+TEST_P(DenseBias, OfManyTilesInBounds) {
+  struct Form {
+    int64_t sq, sk;
+    Mask mask;
+  };
+  for (const Form& form :
+       {Form{500, 500, full()}, Form{500, 500, causal()}, Form{500, 537, causal()},
+        Form{500, 850, window(333, -1)}, Form{500, 850, window(-1, 70)}}) {
+    Case c{.dtype = DType::kBF16, .batch = 1, .sq = form.sq, .sk = form.sk, .hq = 2, .hk = 1};
+    c.d = c.dv = 72;
+    c.mask = form.mask;
+    c.bias = Bias::kShared;
+    Workload w(c, 15);
+    w.options.engine = engine();
+    w.seal();
+    if (!computes([&] { w.run_forward(); })) return;
+    EXPECT_TRUE(forward_is_right(w, expect_forward(w))) << c.name();
+  }
+}
+
 // A bias of -inf alone leaves empty rows.
 TEST_P(DenseBias, ThatHidesAllKeys) {
   Case c{.dtype = DType::kBF16, .batch = 2, .sq = 50, .sk = 70, .hq = 2, .hk = 1};

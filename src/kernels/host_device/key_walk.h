@@ -63,6 +63,11 @@ struct KeyWalk {
     return some;
   }
 
+  // Whether two tiles are left that all rows see.
+  FULGUR_SHARED bool two_are_whole(const Band& band) const {
+    return tile > last + 1 && (!band.has_right || tile <= full_end) && (!band.has_left || tile > full_begin + 1);
+  }
+
   // Where a map says which tiles are visible (kMapsTiles), full_end has the MaskedBy of this tile, and full_begin is
   // NextTile::alike.
   FULGUR_SHARED int masked_by() const { return full_end; }

@@ -62,6 +62,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         // Addresses that are kept for this would take registers of the loop.
         load_bias_words(bias_words, kv.bias_tile(), kBiasInP ? lane_of_warp() : threadIdx.x % 32);
         hide_by_bias_words(S, bias_words);
+        if constexpr (kBiasInP) fence_async_proxy();  // K is released without one
       }
     };
     Kept<kBlockKeys> kept;
@@ -110,32 +111,34 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         if (kDropout) kept.drop(P);
         set_next_tile(walk, kv);
 
-        if constexpr (kDoubleBuffersP) {
-          // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
-          // Buffers of P are registers, so a turn of the loop computes two tiles. The loop below computes the last tile
-          // of an even number.
-          u32 other_P[kPWords];
-          const auto step = [&](const u32 (&previous_P)[kPWords], u32 (&P)[kPWords]) {
-            walk.next();
-            means.enter(p, rows, walk.tile);
-            kv.wait_v();
-            kv.wait_k();
-            // Before the products, which take all that shared memory gives.
-            if constexpr (kBiasInP) load_bias_words(P, kv.bias_tile());
-            register_fence(O);
-            wgmma_fence();
-            issue_scores(S, q, kv.k_operand());
-            issue_values(O, previous_P, kv.v_operand());
-            wait_for_products<1>(S);
-            adjust_scores(false, P, 0);
-            softmax_step<false>(S, P, O, rows, scale.of_scores, [&] {
-              wait_for_products<0>(O);
-              hide_by_bias();
-            });
+        // S(t) = Q K(t)^T and O += P(t-1) V(t-1) together, then P(t) in a second buffer while O += P V still runs.
+        // Buffers of P are registers, so a turn of the loop computes two tiles. Where kMaskedTilesApart they are
+        // such as the bounds do not cut, so that no branch is between the waits.
+        u32 other_P[kPWords];
+        const auto step = [&](const u32 (&previous_P)[kPWords], u32 (&P)[kPWords]) {
+          walk.next();
+          means.enter(p, rows, walk.tile);
+          kv.wait_v();
+          kv.wait_k();
+          // Before the products, which take all that shared memory gives.
+          if constexpr (kBiasInP) load_bias_words(P, kv.bias_tile());
+          register_fence(O);
+          wgmma_fence();
+          issue_scores(S, q, kv.k_operand());
+          issue_values(O, previous_P, kv.v_operand());
+          wait_for_products<1>(S);
+          if constexpr (kMaskedTilesApart) scores.transform(S, scores.first_key(), kv.bias_tile(), P);
+          else adjust_scores(false, P, 0);
+          softmax_step<false>(S, P, O, rows, scale.of_scores, [&] {
             wait_for_products<0>(O);
-            if constexpr (kBiasInP) kv.release_loaded_k();
-            else kv.release_v();
-          };
+            hide_by_bias();
+          });
+          wait_for_products<0>(O);
+          if constexpr (kBiasInP) kv.release_loaded_k();
+          else kv.release_v();
+        };
+
+        if constexpr (kDoubleBuffersP && !kMaskedTilesApart) {
 #pragma unroll 1
           while (walk.tile > walk.last + 1) {
             step(P, other_P);
@@ -144,7 +147,15 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
         }
 
 #pragma unroll 1
-        while (next_in_run(walk)) {
+        for (;;) {
+          if constexpr (kMaskedTilesApart) {
+#pragma unroll 1
+            while (walk.two_are_whole(band_of(p))) {
+              step(P, other_P);
+              step(other_P, P);
+            }
+          }
+          if (!next_in_run(walk)) break;
           with_masked_by(walk, [&](int masked_by) {
 #pragma unroll 1
             do {

@@ -25,6 +25,8 @@ enum : int {
   // A warpgroup computes P of a tile while it multiplies P V of the tile before. That pays with wide heads of codes,
   // where the tensor cores bind, and with a bias, whose softmax is long. Other kernels lack the registers.
   kDoubleBuffersP = (kCentersV && kValueDim > 128 && kScoreMode == 0) || kBiasInP,
+  // With a bias in P tiles that the bounds cut are computed one by one. With splits there are no registers for that.
+  kMaskedTilesApart = kBiasInP && !kSplitTail && (kHasLeft || kHasRight),
   kVStepBytes = ElementV::kStep * (kCentersV ? kValueDim : +kPanelRowBytes),  // of V in a step of a product
   kBiasPanels = bias_panels(kBiasTile, kBlockKeys),
   kBiasWords = kBiasInRegisters ? kBlockKeys / 4 : 0,  // of a thread

@@ -72,7 +72,12 @@ struct StripScores {
   // `masked_by`: what hides keys of it, kMapsTiles.
   __device__ __forceinline__ void mask(float (&S)[kBlockKeys / 2], int key, bool rightmost, int masked_by) const {
     const bool masked = kMapsTiles ? masked_by : walk.masked(band_of(p), rightmost);
-    if (masked) hide_keys<true>(S, visible, key);
+    if (masked && kMaskedTilesApart) {  // of few tiles: the loop has no registers for what they need
+      const int diagonal = load_shared_struct_uniform<KeyWalk>(view).diagonal;
+      hide_keys<true>(S, visible_keys_of_strip(p, walk.sk, diagonal), key);
+    } else if (masked) {
+      hide_keys<true>(S, visible, key);
+    }
     if constexpr (kMapsTiles && !kMaskBits) {
       // Without bounds the end of a sequence hides keys, in few tiles: a test of `masked` is enough.
       if (kHasLeft || kHasRight ? masked_by & kMaskedByMask : masked)
