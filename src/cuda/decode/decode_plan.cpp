@@ -385,10 +385,11 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
                   plan.head_dim, plan.value_dim));
   say(fmt::format("{} buffers of K and {} of V for each, {}: {} bytes of shared memory",
                   plan.k_stages, plan.v_stages,
-                  plan.box_keys > 0
+                  plan.code_stages > 0
+                      ? fmt::format("which other warps convert from {} of codes{}",
+                                    plan.code_stages, plan.box_keys > 0 ? ", which TMA fills" : "")
+                  : plan.box_keys > 0
                       ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
-                  : plan.code_stages > 0
-                      ? fmt::format("which other warps convert from {} of codes", plan.code_stages)
                       : "whose rows cp.async copies",
                   plan.shared_bytes));
   say(fmt::format("{} CTAs compute {} q blocks, of the lengths that the call has when it runs: {}",

@@ -35,8 +35,8 @@ int box_keys_of(const Problem& p, int block_keys) {
   return page > 0 && (p.has(Arg::kLeftpadK) || box % kSwizzledRows != 0) ? 0 : box;
 }
 
-/// Lets TMA load codes where it can, in boxes with the keys of a tile or of a page.
-void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
+/// Lets TMA load codes where it can, in boxes of up to so many keys, all of one page.
+void set_boxes_of_codes(DecodePlan& plan, const Problem& p, int keys) {
   constexpr int kBoxStart = 16;  // bytes, at multiples of which boxes begin
   if (!features_of(plan.card.target).has_tma) return;
   DecodePlan boxed = plan;
@@ -44,7 +44,7 @@ void set_boxes_of_codes(DecodePlan& plan, const Problem& p) {
   boxed.v_piece = piece_of(p.dtypes.v, plan.value_dim, p.v, !plan.copies_v.empty(), Copies::kBoxes);
   for (const int piece : {boxed.k_piece, boxed.v_piece})
     if (piece > kernels::kMiddle && piece < kBoxStart) return;
-  boxed.box_keys = std::gcd(static_cast<int>(p.cache.page), plan.block_keys);
+  boxed.box_keys = std::gcd(static_cast<int>(p.cache.page), keys);
   if (boxed.box_keys % kSwizzledRows != 0 || (plan.page > 0 && p.has(Arg::kLeftpadK))) return;
   for (const TensorShape& shape : box_shapes(p, boxed, boxed.box_keys)) {
     if (!rows_unsupported(shape).empty() || !not_addressable(shape).empty()) return;
@@ -186,7 +186,7 @@ std::optional<DecodePlan> of_registers(DecodePlan plan, const Problem& p, const 
     return {};
   plan.tile_rows = kMaxRows;
   plan.block_keys = 64;
-  set_boxes_of_codes(plan, p);
+  set_boxes_of_codes(plan, p, plan.block_keys);
   // Lanes read words of rows of blocks.
   for (const int piece : {plan.k_piece, plan.v_piece})
     if (piece == kUnaligned) return {};
@@ -209,7 +209,14 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
   const bool ids = dim <= 128 && plan.page > 0 && (plan.page % 16 != 0 || p.has(Arg::kLeftpadK));
   const bool few = plan.warps_per_group == kMaxWarps || !converts_long(plan) || ids;
   plan.convert_warps = few ? kFewConvertWarps : kManyConvertWarps;
+  // Lanes load words of rows of blocks.
+  const auto in_words = [](DType dtype, const Layout& strides) {
+    return bytes_of(dtype, strides.head) % 4 == 0;
+  };
+  const bool has_words = in_words(p.dtypes.k, p.k) && in_words(p.dtypes.v, p.v);
   const auto fits = [&](int k, int v, int codes) {
+    if (has_words)
+      set_boxes_of_codes(plan, p, 2 * plan.block_keys * plan.warp_groups / plan.convert_warps);
     plan.k_stages = k;
     plan.v_stages = v;
     plan.code_stages = codes;
@@ -306,7 +313,7 @@ DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int wa
       set_buffers_of_codes(plan, p, card);
   } else {
     if (plan.has_codes()) {
-      if (!short_blocks(plan, p)) set_boxes_of_codes(plan, p);
+      if (!short_blocks(plan, p)) set_boxes_of_codes(plan, p, plan.block_keys);
     } else if (plan.warps_per_group >= kernels::kWarpgroupWarps) {
       plan.box_keys = box_keys_of(p, plan.block_keys);
     }

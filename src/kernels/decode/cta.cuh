@@ -21,6 +21,7 @@ enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu or decode_codes.cu
   kConverts = kConvertWarps > 0,              // the warps that load convert codes
   kConvertsInRegisters = converts_in_registers(kTile),  // the warpgroups do
+  kStoredByLanes = kConverts || kBoxKeys == 0,          // tiles that products read, not by TMA
   kComputeWarps = kWarpGroups * kWarpsPerGroup,
   kComputeThreads = 32 * kComputeWarps,
   kCtaWarps = decode_warps(kTile),

@@ -62,7 +62,9 @@ class Queries {
 // Scores of 16-bit Q and K are products as they are.
 struct NoFactors {
   __device__ __forceinline__ NoFactors(const DecodeParams&, const WorkTile&, int) {}
-  __device__ __forceinline__ void apply(float (&)[kBlockKeys / 2], u32) const {}
+  __device__ __forceinline__ void multiply_keys(float (&)[kBlockKeys / 2], u32) const {}
+  template <int count>
+  __device__ __forceinline__ void multiply_rows(float (&)[count]) const {}
 };
 
 template <bool converts>
@@ -85,7 +87,7 @@ class Tiles {
 
   __device__ __forceinline__ u32 keys() const {
     keys_.wait_full();
-    if (kBoxKeys == 0) fence_async_proxy();
+    if (kStoredByLanes) fence_async_proxy();
     return keys_.address();
   }
   __device__ __forceinline__ u32 key_factors() const {
@@ -97,7 +99,7 @@ class Tiles {
   }
   __device__ __forceinline__ u32 values() const {
     values_.wait_full();
-    if (kBoxKeys == 0) fence_async_proxy();
+    if (kStoredByLanes) fence_async_proxy();
     return values_.address();
   }
   __device__ __forceinline__ u32 value_factors() const {
@@ -158,7 +160,7 @@ class Products {
     wgmma_wait<0>();
     register_fence(S);
     register_fence(O);
-    factors.apply(S, tiles_.key_factors());
+    factors.multiply_keys(S, tiles_.key_factors());
     tiles_.release_keys();
     if (!first) tiles_.release_values();
   }
@@ -213,9 +215,14 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       float S[kBlockKeys / 2];
       products.scores(first, S, O, P, q, factors);
       const bool masked = mask.cuts(key_tile);
+      float c_of_row[2] = {c, c};
+      if (kVFactors && !kScoreMode && !masked)
+        factors.multiply_rows(c_of_row);
+      else
+        factors.multiply_rows(S);
       const HiddenScores<ByRows> hidden = adjust_scores<ByRows>(p, S, mask.rows, key_tile, masked);
       if constexpr (kVFactors)
-        scaled_softmax_step(S, P, O, rows, c, products.value_factors());
+        scaled_softmax_step(S, P, O, rows, c_of_row, products.value_factors());
       else
         softmax_step<false>(S, P, O, rows, c);
       if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.values(), saved, sync);
@@ -260,6 +267,10 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
       KBuffers::init(buffers, kFills, kWarpsPerGroup);
       VBuffers::init(buffers, kFills, kWarpsPerGroup);
       mbarrier_init(buffers + kLayout.v_tail, 1);
+      if constexpr (kConverts) {
+        CodesRing<kOfK>::init(buffers);
+        CodesRing<kOfV>::init(buffers);
+      }
     }
     QueryBuffer::init(smem, 32 * kQueryWarps, kComputeWarps);
     fence_mbarrier_init();

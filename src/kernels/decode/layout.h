@@ -122,6 +122,7 @@ struct DecodeLayout {
   int scales, scale_bytes;               // [stage], likewise; bytes of a stage
   int codes, code_bytes;                 // [code stage]: K, V and scales before their conversion; bytes of a stage
   int coded_v, coded_scales;             // in a stage
+  int code_full;                         // [K, V][warp that converts][code stage]: barriers of boxes of codes
   int k_factors, v_factors;              // [stage][key]: what scales the scores of a key, and its P
   int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together
   int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
@@ -163,9 +164,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.k_full = map.scales + tile.k_stages * map.scale_bytes;
   if (converts) {
     map.codes = map.scales;
-    map.coded_v = stored_k_bytes;
-    map.coded_scales = stored_k_bytes + stored_v_bytes;
-    map.code_bytes = (map.coded_scales + map.scale_bytes + 127) / 128 * 128;
+    const int start = tile.box_keys > 0 ? 1024 : 128;  // boxes begin where swizzles of eight rows do
+    map.coded_v = (stored_k_bytes + start - 1) / start * start;
+    map.coded_scales = map.coded_v + stored_v_bytes;
+    map.code_bytes = (map.coded_scales + map.scale_bytes + start - 1) / start * start;
     map.k_factors = map.codes + tile.code_stages * map.code_bytes;
     const bool has_factors = tile.scale_words > 0 || is_block(tile.stored.k) || is_block(tile.stored.v);
     const int factor_bytes = has_factors ? tile.block_keys * 4 : 0;
@@ -176,6 +178,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
+  map.code_full = map.v_tail + 8;
   const bool has_barriers = is_warpgroup_path(tile) || tile.heads > 1;
   map.group_bytes = in_registers   ? (map.v_tail + 8 + 1023) / 1024 * 1024
                     : has_barriers ? map.k_full + 1024

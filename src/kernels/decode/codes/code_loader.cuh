@@ -9,16 +9,22 @@ class CodeLoader : public ScaleLoader {
 
   // Requests K and V of the tile, by a lane for each box of keys. TMA writes zeros for what no tensor has.
   __device__ __forceinline__ void copy_boxes(u32 k, u32 v, u32 full) const {
-    const WorkTile& tile = tiles_.work_tile();
-    const int lane = threadIdx.x % 32, key = kBoxes == 1 ? 0 : lane * kBoxKeys;
-    const int row = tile.sequence.n.k_start + tiles_.tile() * kBlockKeys + key;
-    BoxStart at = {0, kPage > 0 ? row % max_of(kPage, 1) : row, tile.head,
-                   kPage > 0 ? ids_[0] : kPackedK ? 0 : tile.sequence.entry};
-    if (kBoxes == 1) at = {0, uniform(at.row), uniform(at.head), uniform(at.batch)};
+    const BoxStart at = box_of_lane();
+    const int lane = threadIdx.x % 32;
     if (row_ / kRowsOfLoader != 0 || lane >= kBoxes) return;  // one warp requests them
     if (lane == 0) mbarrier_arrive_expect(full, kLayout.k_bytes + kLayout.v_bytes);
-    copy_box<kOfK>(p_.k_map, p_.k, at, key, k, full);
-    copy_box<kOfV>(p_.v_map, p_.v, at, key, v, full);
+    copy_box<kOfK>(p_.k_map, p_.k, at, k, full);
+    copy_box<kOfV>(p_.v_map, p_.v, at, v, full);
+  }
+  // Requests K or V of this warp's keys of the tile.
+  template <int tensor>
+  __device__ __forceinline__ void copy_boxes_of_warp(u32 to, u32 full) const {
+    const BoxStart at = box_of_lane();
+    const int lane = threadIdx.x % 32, key = lane * kBoxKeys - first_key();
+    if (key < 0 || key >= kKeysOfLoader) return;
+    using Rows = BlockRows<tensor>;
+    if (key == 0) mbarrier_arrive_expect(full, tile_bytes(Rows::kType, Rows::kColumns, kKeysOfLoader, Rows::kPiece, 1));
+    copy_box<tensor>(tensor == kOfV ? p_.v_map : p_.k_map, tensor == kOfV ? p_.v : p_.k, at, to, full);
   }
 
   // Requests K or V of all heads of a CTA (kHeads), and copies their scales by all lanes of the warp. If there are
@@ -43,6 +49,17 @@ class CodeLoader : public ScaleLoader {
       async_copy_wait<0>();
       mbarrier_arrive(full);
     }
+  }
+
+  // How many of this warp's keys of the tile come after the end of the sequence.
+  __device__ __forceinline__ u32 keys_after_end() const {
+    const int there = tiles_.work_tile().sequence.n.sk - tiles_.tile() * kBlockKeys - first_key();
+    return max(kKeysOfLoader - max(there, 0), 0);
+  }
+  // How far after a multiple of 16 bytes the rows of the tile begin.
+  template <int tensor>
+  __device__ __forceinline__ u32 begin_of_row() const {
+    return BlockRows<tensor>::begin(p_, tiles_.work_tile());
   }
 
   // Moves rows of blocks that began in the middle of a word to where other rows begin. The tile has arrived, and the
@@ -123,11 +140,23 @@ class CodeLoader : public ScaleLoader {
   }
 
  private:
-  // Requests the box of K or V whose first key is number `key` of the tile at `to`.
+  // Where this lane's box begins in K and V.
+  __device__ __forceinline__ BoxStart box_of_lane() const {
+    const WorkTile& tile = tiles_.work_tile();
+    const int row = tile.sequence.n.k_start + tiles_.tile() * kBlockKeys + key_of_box();
+    const BoxStart at = {0, kPage > 0 ? row % max_of(kPage, 1) : row, tile.head,
+                         kPage > 0 ? ids_[0] : kPackedK ? 0 : tile.sequence.entry};
+    if (kBoxes == 1) return {0, uniform(at.row), uniform(at.head), uniform(at.batch)};
+    return at;
+  }
+  static __device__ __forceinline__ int key_of_box() { return kBoxes == 1 ? 0 : threadIdx.x % 32 * kBoxKeys; }
+
+  // Requests this lane's box of K or V of the tile at `to`.
   template <int tensor>
-  static __device__ __forceinline__ void copy_box(const TensorMapBlob& map, const StridedTensor& t, BoxStart at,
-                                                  int key, u32 to, u32 full) {
+  static __device__ __forceinline__ void copy_box(const TensorMapBlob& map, const StridedTensor& t, BoxStart at, u32 to,
+                                                  u32 full) {
     using Rows = BlockRows<tensor>;
+    const int key = key_of_box();
     using Stored = ElementType<Rows::kType>;
     if constexpr (is_block(Rows::kType)) {
       // The columns of the map are pairs of bytes, with kMiddle those of all heads. Boxes begin at multiples of 16

@@ -82,13 +82,11 @@ struct CodedValues {
   }
 };
 
-// Clears V after the last of the `keys` of a tile. TMA brings what memory has there; P is 0, but V may be NaN if it is
-// of floats, or if its blocks have scales. `sync` is a barrier of the warp group.
+// Clears V after the last of the `keys` of a tile that TMA brought. `sync` is a barrier of the warp group.
 template <class Sync>
 __device__ __forceinline__ void clear_tail(u32 v, int keys, Sync sync) {
   using Chunks = CodeChunks<kOfV>;
-  constexpr bool kNoNan = StoredV::kType == kInt8 || StoredV::kType == kInt4;
-  if (kBoxKeys == 0 || kNoNan || keys >= kBlockKeys) return;
+  if (kBoxKeys == 0 || !kMayBeNan<kOfV> || keys >= kBlockKeys) return;
   if constexpr (kHeads > 1) {
     constexpr int kPairs = RowsOfHeads<kOfV>::kBytes / 2;  // of bytes, of this warp's head
     for (int at = threadIdx.x % 32; at < (kBlockKeys - keys) * kPairs; at += 32)
@@ -96,11 +94,7 @@ __device__ __forceinline__ void clear_tail(u32 v, int keys, Sync sync) {
     fence_async_proxy();
     return sync();
   }
-  constexpr int kStride = Chunks::kIsBlocks ? int(BlockRows<kOfV>::kStride) : int(Chunks::kRowBytes);
-  constexpr int kBytes = kStride * kBlockKeys;
-  for (int panel = 0; panel < kLayout.v_bytes; panel += kBytes)
-    for (int at = keys * kStride + 16 * int(threadIdx.x % kWarpGroupThreads); at < kBytes; at += 16 * kWarpGroupThreads)
-      store_shared_zero16(v + panel + at);
+  clear_rows<kOfV>(v, keys, kBlockKeys, threadIdx.x % kWarpGroupThreads, kWarpGroupThreads);
   fence_async_proxy();
   sync();
 }

@@ -45,6 +45,22 @@ __device__ __forceinline__ u32 chunk_place(u32 row, u32 chunk) {
   return 16 * (at ^ (at / 8 & (row_bytes / 16 - 1)));
 }
 
+// Clears the rows of keys `begin` to `end` of the tile of K or V at `rows`, by `threads` threads, of which this is
+// number `thread`. TMA brings what memory has after the last key of a sequence: P is 0 there, but V may be NaN if it is
+// of floats, or if its blocks have scales (kMayBeNan).
+template <int tensor>
+__device__ __forceinline__ void clear_rows(u32 rows, int begin, int end, int thread, int threads) {
+  using Rows = BlockRows<tensor>;
+  constexpr bool kBlocks = is_block(Rows::kType);
+  constexpr int kStride = kBlocks ? int(Rows::kStride) : panel_row_bytes(Rows::kType, Rows::kColumns);
+#pragma unroll 1
+  for (int panel = 0; panel < (kBlocks ? 1 : panels_of(Rows::kType, Rows::kColumns)); ++panel)
+    for (int at = begin * kStride + 16 * thread; at < end * kStride; at += 16 * threads)
+      store_shared_zero16(rows + panel * kBlockKeys * kStride + at);
+}
+template <int tensor>
+constexpr bool kMayBeNan = stored_type(tensor) != kInt8 && stored_type(tensor) != kInt4;
+
 // The chunks of K or V in shared memory.
 template <int tensor>
 struct CodeChunks {

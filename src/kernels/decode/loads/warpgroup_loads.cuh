@@ -8,9 +8,9 @@
 
 enum : int {
   // Warps that load Q, among those that load for warp group 0: two with nothing else to do, if there are four in all.
-  kQueryWarps = kBoxKeys == 0 ? int(kTileLoaders) : kTileLoaders == 4 ? 2 : 1,
+  kQueryWarps = kStoredByLanes ? int(kTileLoaders) : kTileLoaders == 4 ? 2 : 1,
   // Arrivals that fill a buffer: of the lane that requests boxes, of every lane that copies, or of warps that convert.
-  kFills = kBoxKeys > 0 ? 1 : (kConverts ? 1 : 32) * kTileLoaders,
+  kFills = kStoredByLanes ? (kConverts ? 1 : 32) * kTileLoaders : 1,
 };
 
 using QueryBuffer = Buffers<kLayout.q, 0, kLayout.q_full, kLayout.q_empty, 1>;

@@ -1,6 +1,7 @@
 // Codes on the warpgroup path: a warp that loads copies the codes and scales of its keys of K or V to a ring of its
-// own, some tiles ahead, and converts them to the tiles of f16 that wgmma reads, up to 32 keys at a time. A lane
-// converts a key or a part of its columns; eight successive lanes have successive keys, which share no banks.
+// own, codes by TMA where it can address them, some tiles ahead, and converts them to the tiles of f16 that wgmma
+// reads, up to 32 keys at a time. A lane converts a key or a part of its columns; eight successive lanes have
+// successive keys, which share no banks.
 //
 // Where a key has one scale, this becomes a factor of its scores, or of its P. Where it has several, they multiply the
 // numbers, divided by a power of 2 that the largest of them is below, and that is the factor.
@@ -31,10 +32,11 @@ class KeyPart {
   };
   static_assert(columns_of(tensor) % Numbers::kColumns == 0 && kParts <= kLanes);
 
-  // Loads the codes, scales and zero points of number `key` of the tile.
-  __device__ __forceinline__ void load(u32 codes, u32 scales, int key, int part) {
+  // Loads the codes, scales and zero points of number `key` of the tile. Rows of blocks begin `begin` bytes after a
+  // multiple of 16.
+  __device__ __forceinline__ void load(u32 codes, u32 scales, int key, int part, u32 begin) {
     part = min(part, kParts - 1);
-    load_codes(codes, key, part);
+    load_codes(codes, key, part, begin);
     if constexpr (kScales) {
       max_scale_ = max_scale_of_key<tensor>(scales, key);
 #pragma unroll
@@ -109,21 +111,31 @@ class KeyPart {
     kPartBytes = kColumns / kBlockColumns * kBlockBytes,
     kLoadBytes = kParts == 1 || kPartBytes % 16 == 0 ? 16 : 4,  // that begin at a multiple of them in each part
     kWords = Chunks::kIsBlocks ? (kPartBytes + kLoadBytes - 1) / kLoadBytes * (kLoadBytes / 4) : 4 * kPieces,
+    // Rows that begin in the middle of 16 bytes are loaded from there, and moved to the first words.
+    kMoves = Chunks::kIsBlocks && BlockRows<tensor>::kPiece == kMiddle && kLoadBytes == 16,
+    kMovesWord = may_begin_in_middle(columns_of(tensor), 4),  // else two words or none
   };
 
   static __device__ __forceinline__ int group(int part, int i) {
     if (kParts == 1) return i * kScaleColumns / kGroupColumns;
     return min((part * kColumns + i * kScaleColumns) / kGroupColumns, kGroups - 1);
   }
-  __device__ __forceinline__ void load_codes(u32 codes, int key, int part) {
+  __device__ __forceinline__ void load_codes(u32 codes, int key, int part, u32 begin) {
     if constexpr (Chunks::kIsBlocks) {
       // The padding after a row takes what the last load reads too much.
-      const u32 begin = codes + key * Chunks::kPitch + part * kPartBytes / 4 * 4;
+      const u32 first = codes + key * Chunks::kPitch + part * kPartBytes / 4 * 4 + (kMoves ? 0 : begin);
 #pragma unroll
       for (int i = 0; i < kWords; i += kLoadBytes / 4) {
         const u32 end_of_row = codes + (key + 1) * Chunks::kPitch;
-        const u32 at = kWholeParts ? begin + 4 * i : min(begin + 4 * i, end_of_row - kLoadBytes);
+        const u32 at = kWholeParts ? first + 4 * i : min(first + 4 * i, end_of_row - kLoadBytes);
         load_shared_words<kLoadBytes / 4>(at, words_ + i);
+      }
+      if constexpr (kMoves) {
+#pragma unroll
+        for (int i = 0; i < kWords; ++i) words_[i] = begin >= 8 ? words_[min(i + 2, kWords - 1)] : words_[i];
+#pragma unroll
+        for (int i = 0; kMovesWord && i < kWords; ++i)
+          words_[i] = begin % 8 > 0 ? words_[min(i + 1, kWords - 1)] : words_[i];
       }
     } else {
       constexpr int kOfRow = Chunks::kPanelChunks;
@@ -164,29 +176,48 @@ template <int tensor>
 class CodesRing {
  public:
   __device__ __forceinline__ CodesRing(const LaneLoader& load, u32 buffers)
-      : load_(load), codes_(buffers + kLayout.codes) {
+      : load_(load),
+        codes_(buffers + kLayout.codes),
+        full_(buffers + full_of(tensor == kOfV, load.first_key() / LaneLoader::kKeysOfLoader)) {
 #pragma unroll 1
     for (int i = 0; i < kCodeStages; ++i) start();
   }
 
   // Whether there is a tile to convert.
   __device__ __forceinline__ bool more() const { return tiles_ > 0; }
+  // Sets up the barriers of the rings of a warp group.
+  static __device__ __forceinline__ void init(u32 buffers) {
+    for (int i = 0; kBoxKeys > 0 && i < kTileLoaders * kCodeStages; ++i)
+      mbarrier_init(buffers + full_of(tensor == kOfV, 0) + 8 * i, 1);
+  }
   // Waits for the next tile.
   __device__ __forceinline__ void wait() const {
-    async_copy_wait<kCodeStages - 1>();
+    if constexpr (kByLanes) async_copy_wait<kCodeStages - 1>();
+    if constexpr (kBoxKeys > 0) mbarrier_wait(full_ + 8 * stage_, parity_);
     if constexpr (kHalfScales) load_.take_lower_halves(u32(upper_halves_ >> kHalfBits * (kCodeStages - 1)), scales());
     __syncwarp();
     if constexpr (BlockRows<tensor>::kPiece == 2) {
       load_.align_rows<tensor>(codes());
       __syncwarp();
     }
+    if constexpr (kClears) {
+      const int keys = ends_ >> kKeyBits * (kCodeStages - 1) & (1 << kKeyBits) - 1;
+      if (keys > 0) {
+        const int end = load_.first_key() + LaneLoader::kKeysOfLoader;
+        clear_rows<tensor>(codes(), end - keys, end, threadIdx.x % 32, 32);
+        fence_async_proxy();
+        __syncwarp();
+      }
+    }
   }
   // Loads the lane's part of a key of this tile.
   __device__ __forceinline__ void load(KeyPart<tensor>& to, int key, int part) const {
-    to.load(codes(), scales_in_rows(tensor) ? codes() : scales(), key, part);
+    const u32 begin = u32(begins_ >> 4 * (kCodeStages - 1)) % 16;
+    to.load(codes(), scales_in_rows(tensor) ? codes() + begin : scales(), key, part, begin);
   }
   // Starts the copies of another tile in place of this one, which has been loaded.
   __device__ __forceinline__ void next() {
+    if (kBoxKeys > 0) fence_async_proxy();  // waits for the loads
     __syncwarp();
     --tiles_;
     start();
@@ -196,8 +227,17 @@ class CodesRing {
   enum : int {
     kHalfBits = LaneLoader::kHalfBits,
     kHalfScales = kKScaleType == kF16 || kVScaleType == kF16 || kKZeroPointType == kF16 || kVZeroPointType == kF16,
+    kByLanes = kBoxKeys == 0 || kLayout.scale_bytes > 0,  // lanes copy scales at least
+    kClears = kBoxKeys > 0 && tensor == kOfV && kMayBeNan<tensor>,
+    kMiddles = BlockRows<tensor>::kPiece == kMiddle,
+    kKeyBits = 8,
   };
-  static_assert(kHalfBits * kCodeStages <= 64);
+  static_assert(kHalfBits * kCodeStages <= 64 && kKeyBits * kCodeStages <= 64);
+
+  // The barriers of a warp.
+  static __device__ __forceinline__ constexpr u32 full_of(bool of_v, int warp) {
+    return kLayout.code_full + (of_v * kTileLoaders + warp) * (8 * kCodeStages);
+  }
 
   __device__ __forceinline__ u32 codes() const {
     return codes_ + stage_ * kLayout.code_bytes + (tensor == kOfV ? kLayout.coded_v : 0);
@@ -207,22 +247,36 @@ class CodesRing {
   }
   __device__ __forceinline__ void start() {
     upper_halves_ <<= kHalfBits;
+    if constexpr (kClears) ends_ <<= kKeyBits;
+    if constexpr (kMiddles) begins_ <<= 4;
     if (load_.more()) {
       if constexpr (kLayout.scale_bytes > 0)
         upper_halves_ |= load_.copy_scales<tensor == kOfK, tensor == kOfV>(scales());
-      load_.copy<tensor>(codes());
+      if constexpr (kBoxKeys > 0)
+        load_.copy_boxes_of_warp<tensor>(codes(), full_ + 8 * stage_);
+      else
+        load_.copy<tensor>(codes());
+      if constexpr (kClears) ends_ |= load_.keys_after_end();
+      if constexpr (kMiddles) begins_ |= load_.begin_of_row<tensor>();
       load_.next();
       ++tiles_;
     }
-    async_copy_commit();
-    if (++stage_ == kCodeStages) stage_ = 0;
+    if constexpr (kByLanes) async_copy_commit();
+    if (++stage_ == kCodeStages) {
+      stage_ = 0;
+      parity_ ^= 1;
+    }
   }
 
   LaneLoader load_;
-  u32 codes_;
-  int stage_ = 0;  // of the next tile to convert, whose place the next tile to load takes
-  int tiles_ = 0;  // in flight
-  unsigned long long upper_halves_ = 0;  // what copy_scales returned for these, the last one in the lowest bits
+  u32 codes_, full_;
+  int stage_ = 0;   // of the next tile to convert, whose place the next tile to load takes
+  u32 parity_ = 1;  // of the boxes of that tile: 0 after the first round
+  int tiles_ = 0;   // in flight
+  // Of these, the last one in the lowest bits: what copy_scales returned, how many of the warp's keys no sequence has,
+  // and how far after a multiple of 16 bytes rows begin.
+  unsigned long long upper_halves_ = 0, ends_ = 0;
+  u32 begins_ = 0;
 };
 
 // Loads and converts K or V of a warp group.

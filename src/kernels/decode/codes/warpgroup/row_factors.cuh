@@ -79,7 +79,7 @@ class ConvertedQueries {
   bool is_there_;
 };
 
-// What multiplies the scores of a thread's two rows.
+// What multiplies the scores of a thread's two rows, besides the factors of keys.
 struct RowFactors {
   float factor[2];
 
@@ -92,23 +92,31 @@ struct RowFactors {
       if (tile.has_keys()) factor[i] *= reinterpret_cast<const float*>(raw + kLayout.q_factors)[row];
     }
   }
-  // S becomes scores. `keys`: the factors of K of the tile.
-  __device__ __forceinline__ void apply(float (&S)[kBlockKeys / 2], u32 keys) const {
+  // S is multiplied with the factors of K at `keys`.
+  __device__ __forceinline__ void multiply_keys(float (&S)[kBlockKeys / 2], u32 keys) const {
+    if constexpr (kKScales == 0) return;
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; i += 4) {
-      float of_key[2] = {1, 1};
-      if (kKScales > 0) load_shared_pair(keys + 8 * i + 4 * thread_column(), of_key[0], of_key[1]);
+      float of_key[2];
+      load_shared_pair(keys + 8 * i + 4 * thread_column(), of_key[0], of_key[1]);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) S[i + j] *= kKScales > 0 ? of_key[j % 2] * factor[j / 2] : factor[j / 2];
+      for (int j = 0; j < 4; ++j) S[i + j] *= of_key[j % 2];
     }
+  }
+  // S, whose rows take turns by two columns, or a number of each row.
+  template <int count>
+  __device__ __forceinline__ void multiply_rows(float (&x)[count]) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) x[i] *= factor[count == 2 ? i : i / 2 % 2];
   }
 };
 
 // P = exp2(c * S + shift) as words, times the factors of V at `keys`, and the sums without these. Returns the sum that
 // kSumLimit bounds.
 template <bool exact>
-__device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float c,
-                                                     const float (&shift)[2], u32 keys, float (&sum)[2]) {
+__device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
+                                                     const float (&c)[2], const float (&shift)[2], u32 keys,
+                                                     float (&sum)[2]) {
   float max_factor = 0;
   sum[0] = sum[1] = 0;
 #pragma unroll
@@ -118,7 +126,8 @@ __device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys
     max_factor = fmaxf(max_factor, fmaxf(fabsf(factor[0]), fabsf(factor[1])));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      x[j] = exp2_fast(exact ? __fadd_rn(__fmul_rn(S[i + j], c), shift[j / 2]) : __fmaf_rn(S[i + j], c, shift[j / 2]));
+      const float s = S[i + j], at = shift[j / 2];
+      x[j] = exp2_fast(exact ? __fadd_rn(__fmul_rn(s, c[j / 2]), at) : __fmaf_rn(s, c[j / 2], at));
       sum[j / 2] += x[j];
     }
     P[i / 2] = ElementP::pack(x[0] * factor[0], x[1] * factor[1]);
@@ -130,7 +139,8 @@ __device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys
 // A step of the softmax, as in attention/softmax.cuh, with P relative to the max over keys of c * S plus the exponent
 // of the key's factor, so that these products stay in the range of f16 (decode/codes/softmax.cuh).
 __device__ __forceinline__ void scaled_softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                                    float (&O)[kValueDim / 2], Rows& rows, float c, u32 keys) {
+                                                    float (&O)[kValueDim / 2], Rows& rows, const float (&c)[2],
+                                                    u32 keys) {
   float sum[2];
   const bool settled = scaled_exponentials<false>(S, P, c, rows.shift, keys, sum) <= float(kSumLimit);
   if (__any_sync(0xffffffff, !settled)) {
@@ -143,7 +153,7 @@ __device__ __forceinline__ void scaled_softmax_step(const float (&S)[kBlockKeys 
       for (int j = 0; j < 4; ++j) {
         const float exponent =
             float(__float_as_int(within_exponents_of_p(fabsf(factor[j % 2]))) >> 23) - 127;
-        row_max[j / 2] = fmaxf(row_max[j / 2], __fadd_rn(__fmul_rn(S[i + j], c), exponent));
+        row_max[j / 2] = fmaxf(row_max[j / 2], __fadd_rn(__fmul_rn(S[i + j], c[j / 2]), exponent));
       }
     }
     rescale<false>(O, rows, row_max[0], row_max[1], 1);
