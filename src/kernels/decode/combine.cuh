@@ -194,3 +194,10 @@ __device__ __forceinline__ void end_split(const DecodeParams& p, const WorkTile&
   }
   if (is_last(p.tickets + tile.first_partial, splits.count)) combine_splits(p, tile, splits, true);
 }
+
+// Ends a work tile whose result is stored, and goes on to the next one. Returns whether there is one.
+__device__ __forceinline__ bool end_work_tile(const DecodeParams& p, WorkTiles& work_tiles) {
+  if constexpr (!Schedule::kCombineKernel)
+    if (work_tiles.tile.splits > 1) end_split<Schedule>(p, work_tiles.tile);
+  return work_tiles.next(p);
+}

@@ -59,11 +59,12 @@ extern __shared__ __align__(1024) unsigned char raw[];
 
 __device__ __forceinline__ u32 shared_base() { return u32(__cvta_generic_to_shared(raw)); }
 
-// Named barriers: kWarpGroupBarrier and the next ones are those of each warp group; at kAlternate and the next one two
-// warpgroups of a warp group alternate; at kComputeBarrier all warp groups meet where they are not the whole CTA; at
-// kFirstQuery the warps that load wait until the warp groups have requested their first Q; at kWarpgroupBarrier and the
-// next ones those of a warpgroup meet.
-enum : int { kWarpGroupBarrier = 1, kWarpgroupBarrier = 4, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
+// Named barriers: at kTileBarrier and the next ones the warps of a warp group meet, which share tiles of K and V; at
+// kSoftmaxBarrier and the next ones the warps of a warpgroup that converts codes in registers, which share P; at
+// kAlternate and the next one two warpgroups of a warp group alternate; at kComputeBarrier all warp groups meet where
+// they are not the whole CTA; at kFirstQuery the warps that load wait until the warp groups have requested their first
+// Q.
+enum : int { kTileBarrier = 1, kSoftmaxBarrier = 4, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
 // A barrier of a warp group, whose warps share rows of K and V. With kHeads each warp has rows of its own, which share
 // 16 bytes with those of the next head if they begin in the middle of these. The loop makes the barrier's number a
@@ -74,7 +75,7 @@ __device__ __forceinline__ void sync_warp_group(int warp_group) {
   } else {
 #pragma unroll
     for (int i = 0; i < kWarpGroups; ++i)
-      if (warp_group == i) named_barrier_sync(kWarpGroupBarrier + i, kWarpGroupThreads);
+      if (warp_group == i) named_barrier_sync(kTileBarrier + i, kWarpGroupThreads);
   }
 }
 

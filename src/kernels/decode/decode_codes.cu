@@ -75,9 +75,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     work_tiles = saved.load();
     finish(p, tile, O, rows, int(v_begin / 2));
     combine_warp_groups(p, tile, TransposedResult{rows, O, int(v_begin / 2)});
-    if constexpr (!Schedule::kCombineKernel)
-      if (tile.splits > 1) end_split<Schedule>(p, tile);
-    more = work_tiles.next(p);
+    more = end_work_tile(p, work_tiles);
     if (more) queries.prefetch(p, tile);
   }
 }

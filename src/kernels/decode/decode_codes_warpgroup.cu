@@ -282,9 +282,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     work_tiles = saved.load();
     finish(p, tile, O, rows, memory);
     combine_warp_groups(p, tile, WarpgroupResult{O, memory});
-    if constexpr (!Schedule::kCombineKernel)
-      if (tile.splits > 1) end_split<Schedule>(p, tile);
-    more = work_tiles.next(p);
+    more = end_work_tile(p, work_tiles);
   }
 }
 

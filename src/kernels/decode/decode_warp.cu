@@ -100,8 +100,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       combine_warp_groups(p, tile, WarpResult{rows, O});
     else
       store_warp_group(p, tile, rows, O);
-    if (tile.splits > 1) end_split<Schedule>(p, tile);
-    more = work_tiles.next(p);
+    more = end_work_tile(p, work_tiles);
     if (more) queries.prefetch(p, tile);
   }
 }

@@ -139,8 +139,7 @@ struct DecodeLayout {
   int slots;                             // Dynamic: [slot]{16 bytes}: splits, then [2][slot]: barriers
   int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
   int scan;                              // two ints a warp: sums over sequences, and the longest q block; later a flag
-  int states, state_bytes;               // [warp group]: rows and votes of a warpgroup that converts codes
-  int value_scale_bytes;                 // in it: scales of V as f16
+  int states, state_bytes;               // [warp group]: rows, votes and scales of V of one that converts codes
   int bytes;
 };
 
@@ -204,8 +203,8 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.bytes = map.scan + decode_warps(tile) * 8;
   if (in_registers) {
     map.states = (map.bytes + 127) / 128 * 128;
-    map.value_scale_bytes = tile.value_dim / 32 * 4 * tile.block_keys;
-    map.state_bytes = tile.tile_rows * 28 + 16 + map.value_scale_bytes;
+    const int value_scale_bytes = tile.value_dim / 32 * 4 * tile.block_keys;
+    map.state_bytes = tile.tile_rows * 28 + 16 + value_scale_bytes;
     map.bytes = map.states + tile.warp_groups * map.state_bytes;
   }
   return map;

@@ -3,13 +3,13 @@
 // largest scale.
 #pragma once
 #include "decode/codes/queries.cuh"
-#include "sm90/ptx/descriptor.cuh"
 #include "decode/codes/scales.cuh"
+#include "sm90/ptx/descriptor.cuh"
 
 enum : int {
   kEights = kTileRows / 8,
-  kScores = kTileRows / 2,  // of a thread: two keys of all these rows
-  kStrips = kValueDim / 64,        // of 64 columns of V
+  kScores = kTileRows / 2,   // of a thread: two keys of all these rows
+  kStrips = kValueDim / 64,  // of 64 columns of V
 };
 
 // Chunks of a key's codes: eight pairs of bytes. Those of blocks do not begin at multiples of 16 bytes, so that lanes

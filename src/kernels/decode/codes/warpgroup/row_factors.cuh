@@ -71,7 +71,7 @@ class ConvertedQueries {
   }
   static __device__ __forceinline__ void sync() {
     if (kOwnRows)
-      named_barrier_sync(kWarpGroupBarrier + 1 + warpgroup(), kThreads);
+      named_barrier_sync(kTileBarrier + 1 + warpgroup(), kThreads);
     else
       sync_compute_warps();
   }

@@ -104,7 +104,7 @@ __device__ __forceinline__ void sync_warpgroup() {
   const int warpgroup = uniform(threadIdx.x / 128);
 #pragma unroll
   for (int i = 0; i < kComputeWarps / 4; ++i)
-    if (warpgroup == i) named_barrier_sync(kWarpgroupBarrier + i, 128);
+    if (warpgroup == i) named_barrier_sync(kSoftmaxBarrier + i, 128);
 }
 
 // A step of the softmax. P is there for all warps of the warpgroup then.
