@@ -207,7 +207,7 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
   const int dim = std::max(plan.head_dim, plan.value_dim);
   // A lane that looks up the page of each of its keys has no registers for one of more warps.
   const bool ids = dim <= 128 && plan.page > 0 && (plan.page % 16 != 0 || p.has(Arg::kLeftpadK));
-  const bool few = plan.warps_per_group == kMaxWarps || !converts_long(plan) || ids;
+  const bool few = plan.warps_per_group == kMaxWarps || (!converts_long(plan) && dim > 64) || ids;
   plan.convert_warps = few ? kFewConvertWarps : kManyConvertWarps;
   // Lanes load words of rows of blocks.
   const auto in_words = [](DType dtype, const Layout& strides) {
