@@ -296,7 +296,8 @@ class CachedCall {
         Coded::of(numbers, keys.format, keys.kind, keys.zero_point, keys.scale, keys.group);
     write(numbers, coded.numbers());
     if (&codes == &call.k) {
-      rounds_k_ = keys.zero_point || keys.kind == ScaleKind::kGroups || scaled_inside(keys.format);
+      rounds_k_ = keys.zero_point || keys.kind == ScaleKind::kRows ||
+                  keys.kind == ScaleKind::kGroups || scaled_inside(keys.format);
       const bool whole = keys.format != DType::kE4M3 && keys.format != DType::kE5M2;
       const bool unscaled = keys.kind == ScaleKind::kNone && !scaled_inside(keys.format);
       if (whole)
@@ -310,7 +311,7 @@ class CachedCall {
   std::mt19937_64 random_;
   DType dtype_;
   std::deque<Buffer> buffers_;
-  bool rounds_k_ = false;  ///< its numbers may become f16, of zero points or several scales
+  bool rounds_k_ = false;  ///< its numbers may become f16, of zero points or scales of rows
   double range_of_k_ = 0;  ///< of its numbers, as many as its format has of integers
 };
 
@@ -731,6 +732,7 @@ TEST_P(LowBitCaches, WhatIsNoNumberStaysAtItsKeys) {
 TEST_P(LowBitCaches, ScalesMayDifferByMuch) {
   for (const double size : {1e-30, 1.0, 1e25}) {
     Case c;
+    c.sq = one_of<int64_t>({3, 12});
     c.sk = 200;
     c.hq = 8;
     c.hk = 2;

@@ -62,9 +62,9 @@ class Queries {
 // Scores of 16-bit Q and K are products as they are.
 struct NoFactors {
   __device__ __forceinline__ NoFactors(const DecodeParams&, const WorkTile&, int) {}
-  __device__ __forceinline__ void multiply_keys(float (&)[kBlockKeys / 2], u32) const {}
-  template <int count>
-  __device__ __forceinline__ void multiply_rows(float (&)[count]) const {}
+  __device__ __forceinline__ void load_keys(u32) {}
+  __device__ __forceinline__ void multiply_keys(float (&)[kBlockKeys / 2], u32) {}
+  __device__ __forceinline__ ScoreScale scale(float) const { return {}; }
 };
 
 template <bool converts>
@@ -80,15 +80,21 @@ struct OfCodes<true> {
 using QueriesOfCta = OfCodes<(kConverts != 0)>::Q;
 using ScoreFactors = OfCodes<(kConverts != 0)>::Factors;
 
+struct KeysAndValues {
+  u32 k, v;
+};
+
 // The ring of K and V of a warp group, which other warps fill.
 class Tiles {
  public:
   __device__ __forceinline__ explicit Tiles(u32 buffers) : keys_(buffers, 0), values_(buffers, 0) {}
 
-  __device__ __forceinline__ u32 keys() const {
+  // K of the next tile and, unless it is the `first`, V of the tile before, for products.
+  __device__ __forceinline__ KeysAndValues keys_and_values(bool first) const {
     keys_.wait_full();
+    if (!first) values_.wait_full();
     if (kStoredByLanes) fence_async_proxy();
-    return keys_.address();
+    return {keys_.address(), values_.address()};
   }
   __device__ __forceinline__ u32 key_factors() const {
     return keys_.smem + kLayout.k_factors + keys_.ring.stage() * (kBlockKeys * 4);
@@ -147,16 +153,16 @@ class Products {
 
   // Computes S of the next tile, and O += P V of the tile before, unless the next tile is the `first` of its work tile.
   __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
-                                         u32 (&P)[kBlockKeys / 4], u32 q, const ScoreFactors& factors) {
-    const u32 k = tiles_.keys();
-    const u32 v = first ? 0 : tiles_.values();
+                                         u32 (&P)[kBlockKeys / 4], u32 q, ScoreFactors& factors) {
+    const KeysAndValues tile = tiles_.keys_and_values(first);
     if (kAlternates) named_barrier_sync(kAlternate + warpgroup_, 256);
     register_fence(O);
     register_fence(P);
     wgmma_fence();
-    issue_scores(S, q, k);
-    if (!first) issue_values(O, P, v);
+    issue_scores(S, q, tile.k);
+    if (!first) issue_values(O, P, tile.v);
     if (kAlternates) pass();
+    factors.load_keys(tiles_.key_factors());
     wgmma_wait<0>();
     register_fence(S);
     register_fence(O);
@@ -205,7 +211,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     saved.save(work_tiles);
     if (tile.has_keys()) queries.begin_work_tile(p, tile);
     const TileMask mask(p, tile, warp_in_group);
-    const ScoreFactors factors(p, tile, warp_in_group);
+    ScoreFactors factors(p, tile, warp_in_group);
     float O[kValueDim / 2];
 #pragma unroll
     for (int i = 0; i < kValueDim / 2; ++i) O[i] = 0;
@@ -215,14 +221,16 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       float S[kBlockKeys / 2];
       products.scores(first, S, O, P, q, factors);
       const bool masked = mask.cuts(key_tile);
-      float c_of_row[2] = {c, c};
-      if (kVFactors && !kScoreMode && !masked)
-        factors.multiply_rows(c_of_row);
-      else
-        factors.multiply_rows(S);
+      ScoreScale scale = factors.scale(c);
+      if (kConverts && (!kVFactors || kScoreMode || masked)) {
+        scale = factors.scale(1);
+#pragma unroll
+        for (int i = 0; i < kBlockKeys / 2; ++i) S[i] *= scale(i);
+        scale.set(c);
+      }
       const HiddenScores<ByRows> hidden = adjust_scores<ByRows>(p, S, mask.rows, key_tile, masked);
       if constexpr (kVFactors)
-        scaled_softmax_step(S, P, O, rows, c_of_row, products.value_factors());
+        scaled_softmax_step(S, P, O, rows, scale, products.value_factors());
       else
         softmax_step<false>(S, P, O, rows, c);
       if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.values(), saved, sync);

@@ -129,7 +129,8 @@ struct DecodeLayout {
   int group_bytes;                       // from one warp group's buffers to the next one's
   int q;                                 // [panel][row][64 columns], swizzled
   int q_full, q_empty;                   // barriers of Q of warpgroups
-  int exchange;                          // [warp group][row][exchange_stride]: columns of O
+  int exchange;                          // [warp group][row][exchange_stride]: columns of O; where codes are converted,
+                                         // in the place of Q
   int stats;                             // [warp group][row]{shift, sum}, then {factor, sum}
   int totals;                            // [row]{shift, sum}
   int q_factors;                         // [row]: what Q was divided by, with codes
@@ -185,10 +186,13 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.q = (tile.heads > 1 ? 1 : tile.warp_groups) * map.group_bytes;
   const int exchanged_rows = tile.warp_groups > 1 || tile.heads > 1 ? tile.tile_rows : 0;
   const int q_columns = converts || in_registers ? tile.head_dim : query_columns(tile.stored.k, tile.head_dim);
-  map.q_full = map.q + panels_of(tile.types.q, q_columns) * rows * kPanelRowBytes;
+  const int q_bytes = panels_of(tile.types.q, q_columns) * rows * kPanelRowBytes;
+  const int exchange_bytes = tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;
+  // Warps that compute convert Q for themselves, after they have combined O. Others have the next Q by then.
+  map.q_full = map.q + (converts ? max_of(q_bytes, exchange_bytes) : q_bytes);
   map.q_empty = map.q_full + 8;
-  map.exchange = map.q_full + 16;
-  map.stats = map.exchange + tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;
+  map.exchange = converts ? map.q : map.q_full + 16;
+  map.stats = map.q_full + 16 + (converts ? 0 : exchange_bytes);
   map.totals = map.stats + tile.warp_groups * exchanged_rows * 8;
   map.q_factors = map.totals + exchanged_rows * 8;
   map.work_tiles = map.q_factors + (is_code(tile.stored.k) && !converts ? rows * 4 : 0);

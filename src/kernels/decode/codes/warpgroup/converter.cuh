@@ -3,11 +3,15 @@
 // reads, up to 32 keys at a time. A lane converts a key or a part of its columns; eight successive lanes have
 // successive keys, which share no banks.
 //
-// Where a key has one scale, this becomes a factor of its scores, or of its P. Where it has several, they multiply the
-// numbers, divided by a power of 2 that the largest of them is below, and that is the factor.
+// Scales multiply the numbers, divided by a power of 2 that the largest of them is below. That is the factor of the
+// key's scores, or of its P. Keys that a warp converts at a time share it, unless their scales are far apart.
 #pragma once
 #include "decode/codes/warpgroup/natural_numbers.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
+
+// Successive keys that a warp converts at a time: several lanes have a key where there are few or heads are wide.
+template <int tensor>
+constexpr int kRunKeys = 32 / max_of(32 / min_of(int(LaneLoader::kKeysOfLoader), 32), columns_of(tensor) > 128 ? 4 : 1);
 
 // What a lane converts of a key: its columns, or a part of these where they are many or keys fewer than lanes.
 template <int tensor>
@@ -18,8 +22,8 @@ class KeyPart {
   using Numbers = NaturalNumbers<kType>;
   enum : int {
     kWarpKeys = LaneLoader::kKeysOfLoader,
-    kLanes = max_of(32 / min_of(kWarpKeys, 32), columns_of(tensor) > 128 ? 4 : 1),  // that have a key
-    kKeys = 32 / kLanes,                                      // that a warp converts at a time
+    kKeys = kRunKeys<tensor>,
+    kLanes = 32 / kKeys,  // that have a key
     kRounds = kWarpKeys / kKeys,
     kColumns = kLanes == 1 ? int(columns_of(tensor)) : columns_of(tensor) > 32 * kLanes ? 64 : 32,
     kParts = (columns_of(tensor) + kColumns - 1) / kColumns,  // the last one may have fewer columns
@@ -27,7 +31,7 @@ class KeyPart {
     kWholeParts = columns_of(tensor) % kColumns == 0,
     kGroups = scale_count(tensor),
     kZero = tensor == kOfK ? kZeroOfK : kZeroOfV,
-    kScales = kGroups > 1,
+    kScales = kGroups > 0,
     kZeroPoints = scale_count(kZero) > 0,
   };
   static_assert(columns_of(tensor) % Numbers::kColumns == 0 && kParts <= kLanes);
@@ -44,20 +48,14 @@ class KeyPart {
         scales_[i] = load_scale<tensor>(scales, key, group(part, i));
         if (kZeroPoints) zero_points_[i] = load_scale<kZero>(scales, key, group(part, i));
       }
-    } else {
-      if constexpr (kGroups == 1) max_scale_ = load_scale<tensor>(scales, key, 0);
-      if constexpr (kZeroPoints) zero_points_[0] = load_scale<kZero>(scales, key, 0);
+    } else if constexpr (kZeroPoints) {
+      zero_points_[0] = load_scale<kZero>(scales, key, 0);
     }
   }
   // Stores the numbers and the factor.
   __device__ __forceinline__ void convert(u32 numbers, u32 factors, int key, int part) {
-    float factor = max_scale_, inverse = 1;
-    if constexpr (kScales) {
-      // 2^(e + 1) where 2^e is the exponent of the largest scale.
-      const int exponent = (__float_as_int(within_exponents_of_p(max_scale_)) >> 23) + 1;
-      factor = __int_as_float(exponent << 23);
-      inverse = __int_as_float((254 - exponent) << 23);
-    }
+    // The numbers are divided by 2^exponent.
+    const int exponent = kScales ? biased_exponent() + 1 + kIntegerExponent - 127 : 0;
     // Where there are more lanes than parts, the last ones have none.
     const int columns = kParts == kLanes && kWholeParts ? int(kColumns) : columns_of(tensor) - part * kColumns;
     // Parts are multiples of 32 columns, which are half of a panel.
@@ -67,40 +65,31 @@ class KeyPart {
     for (int i = 0; i < kPieces; ++i) {
       u32 codes[4], x[Numbers::kWords];
       piece(i, part, codes);
-      Numbers::convert(codes, x);
-      constexpr int kColumnsOfPiece = Numbers::kColumns;
-      const int of_part = i * kColumnsOfPiece / kScaleColumns;
-      if constexpr (kZeroPoints) {
-        const u32 zero_point = Half::pack(-zero_points_[of_part], -zero_points_[of_part]);
-#pragma unroll
-        for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::add(x[j], zero_point);
-      }
-      if constexpr (kScales) {
-        const float scaled = inverse * scales_[of_part];
-        const u32 scale = Half::pack(scaled, scaled);
-#pragma unroll
-        for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::multiply(x[j], scale);
-      }
+      const int of_part = i * Numbers::kColumns / kScaleColumns;
+      numbers_of(codes, exponent, of_part, x);
 #pragma unroll
       for (int j = 0; j < Numbers::kWords; j += 4) {
-        const int column = i * kColumnsOfPiece + 2 * j;
+        const int column = i * Numbers::kColumns + 2 * j;
         if (column < columns) store_shared16((row ^ column % 64 / 8 * 16) + column / 64 * kPanelBytes, x + j);
       }
     }
-    // P is 0 at a hidden key, whose factor must be a number. What V is then is NaN or infinite.
-    if (tensor == kOfV && kGroups == 1 && !(fabsf(factor) < infinity())) {
+    // A number and its bias times infinity would be NaN.
+#pragma unroll
+    for (int i = 0; kFusesBias && i < kPartGroups; ++i) {
+      if (is_finite(i)) continue;
 #pragma unroll 1
-      for (int column = 0; column < min(columns, int(kColumns)); column += 2) {
+      for (int column = i * kScaleColumns; column < min(columns, (i + 1) * kScaleColumns); column += 2) {
         const u32 at = (row ^ column % 64 / 8 * 16) + column / 64 * kPanelBytes + column % 8 * 2;
-        store_shared(at, int(Half::multiply(load_shared(at), Half::pack(factor, factor))));
+        store_shared(at, int(Half::multiply(load_shared(at), Half::pack(scales_[i], scales_[i]))));
       }
-      factor = 1;
     }
-    if (kGroups > 0 && part == 0) store_shared(factors + 4 * key, __float_as_int(factor));
+    if (kScales && part == 0) store_shared(factors + 4 * key, exponent + 127 << 23);
   }
 
  private:
   enum : int {
+    kFusesBias = kScales && Numbers::kIntegers && !kZeroPoints,  // a scale multiplies the number and its bias at once
+    kIntegerExponent = kFusesBias ? 9 : 0,  // of what f16 has no room for in a scale times 2^24
     kGroupColumns = columns_of(tensor) / max_of(kGroups, 1),
     // Columns of a part that surely have one scale.
     kScaleColumns = kGroups <= 1 || kGroupColumns % kColumns == 0 ? int(kColumns)
@@ -115,6 +104,44 @@ class KeyPart {
     kMoves = Chunks::kIsBlocks && BlockRows<tensor>::kPiece == kMiddle && kLoadBytes == 16,
     kMovesWord = may_begin_in_middle(columns_of(tensor), 4),  // else two words or none
   };
+
+  __device__ __forceinline__ bool is_finite(int i) const { return fabsf(scales_[i]) < infinity(); }
+  // Makes numbers of 16 bytes of codes, with a scale and a zero point over 2^exponent.
+  __device__ __forceinline__ void numbers_of(const u32 (&codes)[4], int exponent, int of_part,
+                                             u32 (&x)[Numbers::kWords]) const {
+    const auto twice = [](float value) { return Half::pack(value, value); };
+    const float inverse = __int_as_float(127 - exponent << 23);
+    const float scale = !kScales ? 1 : kFusesBias && !is_finite(of_part) ? inverse : scales_[of_part] * inverse;
+    if constexpr (kScales && Numbers::kIntegers) {
+      // (u - bias) * scale of u 2^-24, or first (u - bias - zero point) 2^-10.
+      using Times = typename Numbers::Times;
+      constexpr float kBias = Codes<kType>::kBias;
+      const u32 factor = kZeroPoints ? 0x74007400 : twice(scale * 0x1p24f);  // 2^14
+      const u32 offset = kZeroPoints ? twice((-kBias - zero_points_[of_part]) * 0x1p-10f)
+                                     : Half::multiply(factor, Codes<kType>::minus_bias(0));
+      const Times times(factor);
+      Numbers::subnormal(codes, x);
+#pragma unroll
+      for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::fma(x[j], times.of_word(j), offset);
+    } else {
+      Numbers::convert(codes, x);
+#pragma unroll
+      for (int j = 0; kZeroPoints && j < Numbers::kWords; ++j) x[j] = Half::add(x[j], twice(-zero_points_[of_part]));
+    }
+#pragma unroll
+    for (int j = 0; kScales && !kFusesBias && j < Numbers::kWords; ++j)
+      x[j] = Half::multiply(x[j], twice(Numbers::kIntegers ? scale * 0x1p10f : scale));
+  }
+
+  // The exponent of the largest scale of all keys that the warp converts, or of each key where some scales are so far
+  // below that their numbers would lose bits. Hidden keys, which may have any scale, spoil no others.
+  __device__ __forceinline__ int biased_exponent() const {
+    constexpr int kFar = bits_of(kType) == 4 && kFusesBias ? 4 : 8;
+    const float largest = max_scale_ < infinity() ? max_scale_ : 0;
+    const int of_key = __float_as_int(within_exponents_of_p(largest)) >> 23;
+    const int of_all = int(__reduce_max_sync(0xffffffff, u32(of_key)));
+    return __any_sync(0xffffffff, largest > 0 && of_key + kFar < of_all) ? of_key : of_all;
+  }
 
   static __device__ __forceinline__ int group(int part, int i) {
     if (kParts == 1) return i * kScaleColumns / kGroupColumns;
@@ -168,7 +195,7 @@ class KeyPart {
   }
 
   u32 words_[kWords];
-  float max_scale_ = 1, scales_[kPartGroups], zero_points_[kPartGroups];
+  float max_scale_, scales_[kPartGroups], zero_points_[kPartGroups];
 };
 
 // The ring of codes of a warp: its keys of K or of V, as many tiles ahead as there are stages.

@@ -3,7 +3,7 @@
 #pragma once
 #include "attention/softmax.cuh"
 #include "decode/codes/queries.cuh"
-#include "decode/loads/warpgroup_loads.cuh"
+#include "decode/codes/warpgroup/converter.cuh"
 
 // Makes f16 of `rows` rows of Q in shared memory from row `first` on, each divided by the power of 2 that makes its max
 // 2^14 or more. That, times the descale of the row, goes to kLayout.q_factors. `warp` is one of `warps`.
@@ -79,9 +79,50 @@ class ConvertedQueries {
   bool is_there_;
 };
 
-// What multiplies the scores of a thread's two rows, besides the factors of keys.
+// The exponent of a power of 2.
+__device__ __forceinline__ float exponent_of(float factor) { return float((__float_as_int(factor) >> 23) - 127); }
+
+// The factors of the keys of a tile of K or V, of runs of keys that share one (biased_exponent), as nearly all do.
+template <int tensor>
+struct FactorsOfKeys {
+  enum : int { kRuns = kBlockKeys / kRunKeys<tensor> };
+  bool shared;  // else each key has its own
+  float of_run[kRuns];
+
+  FactorsOfKeys() = default;
+  // Loads the factors at `at`. Those beyond 2^48 or 2^-48 count as not shared, lest sums of P times them underflow.
+  __device__ __forceinline__ explicit FactorsOfKeys(u32 at) {
+    constexpr int kLaneKeys = max_of(kBlockKeys / 32, 1);
+    const u32 key = threadIdx.x % 32 * kLaneKeys;
+    u32 words[kLaneKeys];
+    load_shared_words<kLaneKeys>(at + 4 * key, words);
+    const u32 first = load_shared(at + 4 * (key & ~u32(kRunKeys<tensor> - 1)));
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) of_run[i] = __int_as_float(load_shared(at + 4 * kRunKeys<tensor> * i));
+    bool equal = first - (127 - 48 << 23) < (96 << 23);
+#pragma unroll
+    for (int i = 0; i < kLaneKeys; ++i) equal = equal && words[i] == first;
+    shared = __all_sync(0xffffffff, equal);
+  }
+  // The run of the key of S[i].
+  static __device__ constexpr int run(int i) { return i / 4 * 8 / kRunKeys<tensor>; }
+};
+
+// What S[i] is multiplied with to be in units of log2: a number of its row and of its run of keys.
+struct ScoreScale {
+  float of_run[FactorsOfKeys<kOfK>::kRuns][2];
+
+  __device__ __forceinline__ void set(float x) {
+#pragma unroll
+    for (auto& run : of_run) run[0] = run[1] = x;
+  }
+  __device__ __forceinline__ float operator()(int i) const { return of_run[FactorsOfKeys<kOfK>::run(i)][i / 2 % 2]; }
+};
+
+// What multiplies the scores of a thread's two rows.
 struct RowFactors {
   float factor[2];
+  FactorsOfKeys<kOfK> keys;
 
   __device__ __forceinline__ RowFactors(const DecodeParams& p, const WorkTile& tile, int warp_in_group) {
     const float of_sequence = kKScales == 0 ? nan_unless_finite(scale_of_sequence(p.k_scale, tile)) : 1;
@@ -92,57 +133,98 @@ struct RowFactors {
       if (tile.has_keys()) factor[i] *= reinterpret_cast<const float*>(raw + kLayout.q_factors)[row];
     }
   }
-  // S is multiplied with the factors of K at `keys`.
-  __device__ __forceinline__ void multiply_keys(float (&S)[kBlockKeys / 2], u32 keys) const {
-    if constexpr (kKScales == 0) return;
+  // Loads the factors of K at `at`, before S is there.
+  __device__ __forceinline__ void load_keys(u32 at) {
+    if constexpr (kKScales > 0) keys = FactorsOfKeys<kOfK>(at);
+  }
+  // Multiplies S with those that no other key shares.
+  __device__ __forceinline__ void multiply_keys(float (&S)[kBlockKeys / 2], u32 at) {
+    if (kKScales == 0 || keys.shared) return;
 #pragma unroll
     for (int i = 0; i < kBlockKeys / 2; i += 4) {
       float of_key[2];
-      load_shared_pair(keys + 8 * i + 4 * thread_column(), of_key[0], of_key[1]);
+      load_shared_pair(at + 8 * i + 4 * thread_column(), of_key[0], of_key[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) S[i + j] *= of_key[j % 2];
     }
-  }
-  // S, whose rows take turns by two columns, or a number of each row.
-  template <int count>
-  __device__ __forceinline__ void multiply_rows(float (&x)[count]) const {
 #pragma unroll
-    for (int i = 0; i < count; ++i) x[i] *= factor[count == 2 ? i : i / 2 % 2];
+    for (int run = 0; run < keys.kRuns; ++run) keys.of_run[run] = 1;
+  }
+  // The factors of S after multiply_keys, times c.
+  __device__ __forceinline__ ScoreScale scale(float c) const {
+    ScoreScale scale;
+#pragma unroll
+    for (int i = 0; i < keys.kRuns; ++i)
+#pragma unroll
+      for (int row = 0; row < 2; ++row)
+        scale.of_run[i][row] = c * (kKScales > 0 ? factor[row] * keys.of_run[i] : factor[row]);
+    return scale;
   }
 };
 
-// P = exp2(c * S + shift) as words, times the factors of V at `keys`, and the sums without these. Returns the sum that
-// kSumLimit bounds.
-template <bool exact>
+// P = exp2(c(i) * S[i] + shift) as words, times the factors of V, and the sums without these. Returns the sum that
+// kSumLimit bounds. Keys of a run share a factor of V.
 __device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                                     const float (&c)[2], const float (&shift)[2], u32 keys,
-                                                     float (&sum)[2]) {
-  float max_factor = 0;
+                                                     const ScoreScale& c, const float (&shift)[2],
+                                                     const FactorsOfKeys<kOfV>& factors, float (&sum)[2]) {
+  constexpr int kRunScores = kBlockKeys / 2 / FactorsOfKeys<kOfV>::kRuns;
+  float scaled_sum = 0;
+  sum[0] = sum[1] = 0;
+#pragma unroll
+  for (int first = 0; first < kBlockKeys / 2; first += kRunScores) {
+    const float factor = factors.of_run[factors.run(first)], exponent = exponent_of(factor);
+    const float at[2] = {shift[0] + exponent, shift[1] + exponent};
+    float sums[4];
+#pragma unroll
+    for (int i = first; i < first + kRunScores; i += 4) {
+      float x[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        x[j] = exp2_fast(__fmaf_rn(S[i + j], c(i + j), at[j / 2]));
+        sums[j] = i == first ? x[j] : sums[j] + x[j];
+      }
+      P[i / 2] = ElementP::pack(x[0], x[1]);
+      P[i / 2 + 1] = ElementP::pack(x[2], x[3]);
+    }
+    const float inverse = __int_as_float((254 << 23) - __float_as_int(factor));
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const float of_run = sums[2 * row] + sums[2 * row + 1];
+      sum[row] = __fmaf_rn(of_run, inverse, sum[row]);
+      scaled_sum += of_run;
+    }
+  }
+  return scaled_sum;
+}
+
+// The same of S in units of log2, with the factor of each key at `keys`. P is exact at the maximum, as in
+// attention/softmax.cuh.
+__device__ __forceinline__ void exact_exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
+                                                   const float (&shift)[2], u32 keys, float (&sum)[2]) {
   sum[0] = sum[1] = 0;
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 4) {
     float factor[2], x[4];
     load_shared_pair(keys + 8 * i + 4 * thread_column(), factor[0], factor[1]);
-    max_factor = fmaxf(max_factor, fmaxf(fabsf(factor[0]), fabsf(factor[1])));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const float s = S[i + j], at = shift[j / 2];
-      x[j] = exp2_fast(exact ? __fadd_rn(__fmul_rn(s, c[j / 2]), at) : __fmaf_rn(s, c[j / 2], at));
+      x[j] = exp2_fast(__fadd_rn(S[i + j], shift[j / 2]));
       sum[j / 2] += x[j];
     }
     P[i / 2] = ElementP::pack(x[0] * factor[0], x[1] * factor[1]);
     P[i / 2 + 1] = ElementP::pack(x[2] * factor[0], x[3] * factor[1]);
   }
-  return (sum[0] + sum[1]) * max_factor;
 }
 
-// A step of the softmax, as in attention/softmax.cuh, with P relative to the max over keys of c * S plus the exponent
-// of the key's factor, so that these products stay in the range of f16 (decode/codes/softmax.cuh).
-__device__ __forceinline__ void scaled_softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                                    float (&O)[kValueDim / 2], Rows& rows, const float (&c)[2],
+// A step of the softmax, as in attention/softmax.cuh, with P relative to the max over keys of c(i) * S[i] plus the
+// exponent of the key's factor, so that these products stay in the range of f16 (decode/codes/softmax.cuh).
+__device__ __forceinline__ void scaled_softmax_step(float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
+                                                    float (&O)[kValueDim / 2], Rows& rows, const ScoreScale& c,
                                                     u32 keys) {
-  float sum[2];
-  const bool settled = scaled_exponentials<false>(S, P, c, rows.shift, keys, sum) <= float(kSumLimit);
+  const FactorsOfKeys<kOfV> factors(keys);
+  float sum[2] = {0, 0};
+  bool settled = factors.shared;
+  if (settled) settled = scaled_exponentials(S, P, c, rows.shift, factors, sum) <= float(kSumLimit);
   if (__any_sync(0xffffffff, !settled)) {
     float row_max[2] = {-infinity(), -infinity()};
 #pragma unroll
@@ -151,15 +233,14 @@ __device__ __forceinline__ void scaled_softmax_step(const float (&S)[kBlockKeys 
       load_shared_pair(keys + 8 * i + 4 * thread_column(), factor[0], factor[1]);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float exponent =
-            float(__float_as_int(within_exponents_of_p(fabsf(factor[j % 2]))) >> 23) - 127;
-        row_max[j / 2] = fmaxf(row_max[j / 2], __fadd_rn(__fmul_rn(S[i + j], c[j / 2]), exponent));
+        S[i + j] = __fmul_rn(S[i + j], c(i + j));
+        row_max[j / 2] = fmaxf(row_max[j / 2], __fadd_rn(S[i + j], exponent_of(factor[j % 2])));
       }
     }
     rescale<false>(O, rows, row_max[0], row_max[1], 1);
     const float shift[2] = {rows.shift[0] == infinity() ? 0 : rows.shift[0],
                             rows.shift[1] == infinity() ? 0 : rows.shift[1]};
-    scaled_exponentials<true>(S, P, c, shift, keys, sum);
+    exact_exponentials(S, P, shift, keys, sum);
   }
   rows.sum[0] += sum[0];
   rows.sum[1] += sum[1];
