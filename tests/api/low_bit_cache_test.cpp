@@ -547,6 +547,51 @@ TEST_P(LowBitCaches, ManyRowsOfAHead) {
   }
 }
 
+// Zero points are rounded, not sums of zero points and what codes are stored with: all columns of a
+// key have that error.
+TEST_P(LowBitCaches, ZeroPointsAreRoundedAlone) {
+  for (const DType format : {DType::kInt4, DType::kInt8}) {
+    for (const int64_t rows : {20, 40}) {
+      SCOPED_TRACE(testing::Message() << name_of(format) << " " << rows << " rows");
+      Case c;
+      c.sq = rows / 4;
+      c.sk = 1;
+      c.hk = 8;
+      c.hq = 4 * c.hk;
+      c.d = c.dv = 128;
+      CachedCall call(c, DType::kF16, random_());
+      for (const Tensor& q : {call.w.forward.q, call.call.q})
+        write(q, std::vector<double>(static_cast<size_t>(q.numel()), 1.0 / 16));
+      const ScaleKind kind = rows == 20 ? ScaleKind::kHeads : ScaleKind::kGroups;
+      call.set_k({.format = format, .kind = kind, .zero_point = true});
+      call.set_v({.format = format, .kind = kind, .zero_point = true});
+      call.w.seal();
+      const Expected e = expect_forward(call.w);
+      if (!computes([&] { call.run(engine()); })) return;
+      EXPECT_TRUE(call.is_right(e));
+    }
+  }
+}
+
+// Three scales of a key, which no two lanes share evenly.
+TEST_P(LowBitCaches, OddNumbersOfGroups) {
+  for (const bool zero_point : {false, true}) {
+    for (const int64_t queries : {1, 5, 10}) {
+      Case c;
+      c.sq = queries;
+      c.sk = 70;
+      c.hk = 1;
+      c.hq = 4;
+      c.d = c.dv = 192;
+      const CachedCall::Keys keys{.format = DType::kInt8,
+                                  .kind = ScaleKind::kGroups,
+                                  .zero_point = zero_point,
+                                  .group = 64};
+      is_attended(c, DType::kBF16, 0, keys, keys);
+    }
+  }
+}
+
 // Codes of rotated keys, and of keys less their means, give out and LSE of the keys themselves.
 TEST_P(LowBitCaches, OfRotatedKeysLessTheirMeans) {
   const int count = draws(12);

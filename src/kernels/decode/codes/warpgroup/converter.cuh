@@ -73,9 +73,9 @@ class KeyPart {
         if (column < columns) store_shared16((row ^ column % 64 / 8 * 16) + column / 64 * kPanelBytes, x + j);
       }
     }
-    // A number and its bias times infinity would be NaN.
+    // A number and its bias or zero point, times infinity, would be NaN.
 #pragma unroll
-    for (int i = 0; kFusesBias && i < kPartGroups; ++i) {
+    for (int i = 0; kFuses && i < kPartGroups; ++i) {
       if (is_finite(i)) continue;
 #pragma unroll 1
       for (int column = i * kScaleColumns; column < min(columns, (i + 1) * kScaleColumns); column += 2) {
@@ -88,7 +88,8 @@ class KeyPart {
 
  private:
   enum : int {
-    kFusesBias = kScales && Numbers::kIntegers && !kZeroPoints,  // a scale multiplies the number and its bias at once
+    kFuses = kScales && Numbers::kIntegers,  // a scale multiplies the number and what is added to it at once
+    kFusesBias = kFuses && !kZeroPoints,
     kIntegerExponent = kFusesBias ? 9 : 0,  // of what f16 has no room for in a scale times 2^24
     kGroupColumns = columns_of(tensor) / max_of(kGroups, 1),
     // Columns of a part that surely have one scale.
@@ -111,26 +112,31 @@ class KeyPart {
                                              u32 (&x)[Numbers::kWords]) const {
     const auto twice = [](float value) { return Half::pack(value, value); };
     const float inverse = __int_as_float(127 - exponent << 23);
-    const float scale = !kScales ? 1 : kFusesBias && !is_finite(of_part) ? inverse : scales_[of_part] * inverse;
-    if constexpr (kScales && Numbers::kIntegers) {
-      // (u - bias) * scale of u 2^-24, or first (u - bias - zero point) 2^-10.
+    const float scale = !kScales ? 1 : kFuses && !is_finite(of_part) ? 0x1p-10f : scales_[of_part] * inverse;
+    if constexpr (kFuses) {
+      // (u - bias) * scale of u 2^-24. With a zero point u becomes code 2^-10 first, so that the number is rounded once.
       using Times = typename Numbers::Times;
-      constexpr float kBias = Codes<kType>::kBias;
+      constexpr float kMinusBias = Codes<kType>::kBias * -0x1p-10f;
       const u32 factor = kZeroPoints ? 0x74007400 : twice(scale * 0x1p24f);  // 2^14
-      const u32 offset = kZeroPoints ? twice((-kBias - zero_points_[of_part]) * 0x1p-10f)
-                                     : Half::multiply(factor, Codes<kType>::minus_bias(0));
+      const u32 offset = kZeroPoints ? twice(kMinusBias) : Half::multiply(factor, Codes<kType>::minus_bias(0));
       const Times times(factor);
       Numbers::subnormal(codes, x);
 #pragma unroll
       for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::fma(x[j], times.of_word(j), offset);
+      if constexpr (kZeroPoints) {
+        const u32 f16_scale = twice(scale * 0x1p10f);
+        const u32 zero = twice(zero_points_[of_part] * Half::low(f16_scale) * -0x1p-10f);
+#pragma unroll
+        for (int j = 0; j < Numbers::kWords; ++j) x[j] = Half::fma(x[j], f16_scale, zero);
+      }
     } else {
       Numbers::convert(codes, x);
 #pragma unroll
       for (int j = 0; kZeroPoints && j < Numbers::kWords; ++j) x[j] = Half::add(x[j], twice(-zero_points_[of_part]));
     }
 #pragma unroll
-    for (int j = 0; kScales && !kFusesBias && j < Numbers::kWords; ++j)
-      x[j] = Half::multiply(x[j], twice(Numbers::kIntegers ? scale * 0x1p10f : scale));
+    for (int j = 0; kScales && !Numbers::kIntegers && j < Numbers::kWords; ++j)
+      x[j] = Half::multiply(x[j], twice(scale));
   }
 
   // The exponent of the largest scale of all keys that the warp converts, or of each key where some scales are so far

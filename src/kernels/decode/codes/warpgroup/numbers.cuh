@@ -84,10 +84,17 @@ struct NumbersOf {
   static constexpr float kFactor = kPlain ? 1 : kIntegers ? 0x1p10f : 2;
 };
 
-// Two f16 each: a scale, and what is added: the zero point and the bias.
+// Two f16 each: a scale, and what is added: the bias, or a zero point times the scale.
 struct Affine {
   u32 scale, offset;
 };
+
+// -bias 2^-10, which makes code 2^-10 of an integer code plus its bias.
+template <int tensor>
+__device__ __forceinline__ u32 minus_bias() {
+  constexpr float kMinusBias = NumbersOf<tensor>::CodesOf::kBias * -0x1p-10f;
+  return Half::pack(kMinusBias, kMinusBias);
+}
 
 // x[j] of a word, two keys or a key of two columns.
 template <int tensor>
@@ -102,8 +109,15 @@ __device__ __forceinline__ void convert_word(u32 word, u32 (&x)[Codes<stored_typ
     if constexpr (!Of::kIntegers) {
       if (Of::kScaled) x[j] = Half::multiply(x[j], with.scale);
     } else if constexpr (Of::kShifted) {
-      x[j] = Half::fma(x[j], upper ? 0x64006400 : 0x74007400, with.offset);  // times 2^10 or 2^14
-      if (Of::kScaled) x[j] = Half::multiply(x[j], with.scale);
+      const u32 factor = upper ? 0x64006400 : 0x74007400;  // 2^10 or 2^14
+      if constexpr (Of::kZeroPoints) {
+        // The code is exact, and the number is rounded once.
+        x[j] = Half::fma(x[j], factor, minus_bias<tensor>());
+        x[j] = Of::kScaled ? Half::fma(x[j], with.scale, with.offset) : Half::add(x[j], with.offset);
+      } else {
+        x[j] = Half::fma(x[j], factor, with.offset);
+        if (Of::kScaled) x[j] = Half::multiply(x[j], with.scale);
+      }
     } else if constexpr (Of::kScaled) {
       x[j] = Half::fma(x[j], upper ? scale_of_upper : with.scale, with.offset);
     }
@@ -141,11 +155,8 @@ __device__ __forceinline__ float relative_scale(float scale, float power) {
   constexpr bool kIntegers = NumbersOf<tensor>::kIntegers;
   return scale * inverse * (!kIntegers ? 0.5f : NumbersOf<tensor>::kShifted ? 1.0f : 0x1p14f);
 }
-// What is added to a number, where it does not depend on the scale.
-template <int tensor>
-__device__ __forceinline__ float offset_of(float zero_point) {
-  return (zero_point + NumbersOf<tensor>::CodesOf::kBias) * -0x1p-10f;
-}
+// What a zero point adds to a code 2^-10 times a scale, which is 1 where numbers are not multiplied with scales.
+__device__ __forceinline__ float offset_of(float zero_point, float scale) { return zero_point * scale * -0x1p-10f; }
 
 // K of a thread's two keys.
 class KeyNumbers {
@@ -170,7 +181,8 @@ class KeyNumbers {
         const ScalesOfKey<kZeroOfK> zero_points(scales, key + 8 * i);
 #pragma unroll
         for (int group = 0; group < Of::kGroups; ++group) {
-          const float offset = offset_of<kOfK>(zero_points[group]);
+          const float scale = Of::kScaled ? Half::low(affine[i][group].scale) : 1;
+          const float offset = offset_of(zero_points[group], scale);
           affine[i][group].offset = Half::pack(offset, offset);
         }
       }
@@ -260,27 +272,28 @@ class ValueScales {
   static __device__ __forceinline__ void make(u32 to, u32 scales, float (&powers)[2]) {
     if constexpr (!Of::kScaled && !Of::kZeroPoints) return;
     const int lane = threadIdx.x % 32, key = threadIdx.x % 128 / 32 * 16 + lane % 16;
+    float of_key[Of::kGroups], power = 1;
     if constexpr (Of::kScaled) {
-      float of_key[Of::kGroups];
-      const float power = load_scales<kOfV>(scales, key, of_key);
-#pragma unroll
-      for (int i = 0; i < Of::kGroups / 2; ++i) {
-        const float scale = lane < 16 ? of_key[2 * i] : of_key[2 * i + 1];
-        store_shared_u16(to + (2 * i + lane / 16) * kGroupBytes + 2 * key,
-                         Half::pack(relative_scale<kOfV>(scale, power), 0));
-      }
+      power = load_scales<kOfV>(scales, key, of_key);
       powers[0] = __shfl_sync(0xffffffff, power, thread_row());
       powers[1] = __shfl_sync(0xffffffff, power, thread_row() + 8);
     }
-    if constexpr (Of::kZeroPoints) {
-      const ScalesOfKey<kZeroOfV> zero_points(scales, key);
+    ScalesOfKey<kZeroOfV> zero_points;
+    if constexpr (Of::kZeroPoints) zero_points = ScalesOfKey<kZeroOfV>(scales, key);
 #pragma unroll
-      for (int i = 0; i < max_of(Of::kGroups / 2, 1); ++i) {
-        const int other = min_of(2 * i + 1, Of::kGroups - 1);
-        const float zero_point = lane < 16 ? zero_points[2 * i] : zero_points[other];
-        if (Of::kGroups > 1 || lane < 16)
-          store_shared_u16(to + (Of::kGroups + 2 * i + lane / 16) * kGroupBytes + 2 * key,
-                           Half::pack(offset_of<kOfV>(zero_point), 0));
+    for (int first = 0; first < Of::kGroups; first += 2) {
+      const int second = min_of(first + 1, Of::kGroups - 1);
+      if (second == first && lane >= 16) continue;
+      const u32 at = to + (first + lane / 16) * kGroupBytes + 2 * key;
+      float scale = 1;
+      if constexpr (Of::kScaled) {
+        const u32 relative = Half::pack(relative_scale<kOfV>(lane < 16 ? of_key[first] : of_key[second], power), 0);
+        store_shared_u16(at, relative);
+        scale = Half::low(relative);
+      }
+      if constexpr (Of::kZeroPoints) {
+        const float zero_point = lane < 16 ? zero_points[first] : zero_points[second];
+        store_shared_u16(at + Of::kGroups * kGroupBytes, Half::pack(offset_of(zero_point, scale), 0));
       }
     }
   }
@@ -292,7 +305,7 @@ class ValueScales {
     if constexpr (Of::kZeroPoints)
       with.offset = load_shared(at + Of::kGroups * kGroupBytes);
     else if constexpr (Of::kShifted)
-      with.offset = Half::pack(offset_of<kOfV>(0), offset_of<kOfV>(0));
+      with.offset = minus_bias<kOfV>();
     else if constexpr (Of::kIntegers)
       with.offset = Half::multiply(with.scale, Of::CodesOf::minus_bias(0));
     return with;
