@@ -203,6 +203,7 @@ void Thread::reads_matrix(const void* at) {
 void Thread::writes(const void* at, size_t bytes) {
   const auto place = static_cast<size_t>(static_cast<const unsigned char*>(at) - block->shared);
   news = true;
+  uses_words();
   views.seen.raise(actor(), accesses);
   block->races.write(place, bytes, {actor(), accesses}, views.seen, views.seen);
 }

@@ -198,6 +198,20 @@ const Order kOrders[] = {
        start_bulk_load();
        wait_at(64, 0);
      }},
+    {"a load is stored before its reader arrives", 2,
+     [](bool ordered) {
+       init(64, 1);
+       init(128, 1);
+       if (me() == 1) {
+         load(16);
+         if (ordered) store(192);
+         arrive_at(128);
+         return;
+       }
+       wait_at(128, 0);
+       start_bulk_load();
+       wait_at(64, 0);
+     }},
     {"a fence before a bulk store", 32,
      [](bool ordered) {
        store(4 * me());

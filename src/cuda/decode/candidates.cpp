@@ -33,6 +33,12 @@ bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& proble
   const bool many_convert = tile.convert_warps > kernels::kLoadWarps && tile.page > 0;
   if (many_convert && (tile.stored.k == DType::kQ8_0 || tile.stored.v == DType::kQ8_0))
     return false;
+  // Nor have those that convert zero points of wide rows for the scheduler's requests.
+  const bool zero_points = tile.k_zero_point || tile.v_zero_point;
+  const bool wide = std::max(tile.head_dim, tile.value_dim) > 64;
+  if (schedule == DecodeSchedule::kDynamic && tile.convert_warps > kernels::kLoadWarps &&
+      zero_points && wide)
+    return false;
   // With several heads, warps that load nothing would have to read the scheduler's answers.
   if (tile.heads > 1 && schedule == DecodeSchedule::kDynamic) return false;
   // Each sequence has one q block a kv head.

@@ -23,7 +23,11 @@ constexpr double kCodeSlicesLoss = 0.15;  ///< of the time, where such CTAs conv
 constexpr double kSmBytes = 41;           ///< that one SM reads
 constexpr double kProductFlops = 3420;    ///< of one SM, by wgmma
 constexpr double kWarpProducts = 0.5;  ///< of the rate of mma.sync, where loads wait for products
-constexpr double kSmCodes = 9;         ///< that one SM converts, for wgmma
+constexpr double kSmCodes = 18;        ///< that one SM converts, for wgmma
+constexpr double kSmWideCodes = 9.3;   ///< likewise, of heads of more than 128 columns
+constexpr double kKeyOfCodes = 9.5;    ///< besides, for each key of others
+constexpr double kShortConversion = 0.8;    ///< of that time, where codes are only converted
+constexpr double kManyRows = 1.3;           ///< of that time, with tiles of 128 rows
 constexpr double kSmCodesInRegisters = 17;  ///< likewise, and multiplies, in registers
 constexpr double kKeyInRegisters = 5;       ///< besides, for each key
 // A work tile.
@@ -107,10 +111,18 @@ class DecodeCost {
     const double of_block = 2.0 * plan_.block_rows() * columns / flops;
     if (plan_.converts_in_registers())
       return blocks_ * (kKeyInRegisters + columns / kSmCodesInRegisters);
-    return blocks_ * (plan_.convert_warps > 0 ? std::max(of_block, columns / kSmCodes) : of_block);
+    return blocks_ * (plan_.convert_warps > 0 ? std::max(of_block, converting()) : of_block);
   }
 
  private:
+  /// Cycles that warps of one SM take to convert a key.
+  double converting() const {
+    const double columns = plan_.head_dim + plan_.value_dim;
+    const bool wide = std::max(plan_.head_dim, plan_.value_dim) > 128;
+    const double cycles = wide ? columns / kSmWideCodes : kKeyOfCodes + columns / kSmCodes;
+    return cycles * (plan_.converts_long() ? 1 : kShortConversion) *
+           (plan_.block_rows() > 64 ? kManyRows : 1);
+  }
   int path() const { return plan_.warpgroup_path() ? 1 : 0; }
   int chunks(int64_t keys) const { return ceil_div(keys, kernels::chunk_keys(plan_.block_keys)); }
   /// Warps of a CTA that compute.

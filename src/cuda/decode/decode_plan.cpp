@@ -280,6 +280,11 @@ bool DecodePlan::converts_in_registers() const {
   return kernels::converts_in_registers(decode_tile(*this));
 }
 
+bool DecodePlan::converts_long() const {
+  const auto is_float = [](DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2; };
+  return !is_float(stored.k) || !is_float(stored.v) || std::max(k_scales, v_scales) > 1;
+}
+
 bool DecodePlan::has_combine_kernel() const {
   return schedule == DecodeSchedule::kInvariantSplits ||
          (schedule == DecodeSchedule::kSplitToFill && warpgroup_path());

@@ -126,6 +126,8 @@ struct DecodePlan : DecodeKey {
   bool warpgroup_path() const;
   /// Whether it is decode_codes_warpgroup.cu's.
   bool converts_in_registers() const;
+  /// Whether codes of K or V take more than a conversion of each pair to become f16.
+  bool converts_long() const;
   int threads() const;
   bool copies() const { return !(copies_k + copies_v).empty(); }
   int split_floats() const;

@@ -161,13 +161,6 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
   return plan.warps_per_group == kMaxWarps && !small && keeps_up ? large : keys;
 }
 
-/// Whether codes of K or V take more than a conversion of each pair to become f16.
-bool converts_long(const DecodePlan& plan) {
-  const auto is_float = [](DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2; };
-  return !is_float(plan.stored.k) || !is_float(plan.stored.v) ||
-         std::max(plan.k_scales, plan.v_scales) > 1;
-}
-
 /// A plan whose warpgroups convert codes of K and V to operands in registers, where it can compute
 /// the call: three of them, which take turns at it and at products, or two.
 std::optional<DecodePlan> of_registers(DecodePlan plan, const Problem& p, const Card& card) {
@@ -207,15 +200,17 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
   const int dim = std::max(plan.head_dim, plan.value_dim);
   // A lane that looks up the page of each of its keys has no registers for one of more warps.
   const bool ids = dim <= 128 && plan.page > 0 && (plan.page % 16 != 0 || p.has(Arg::kLeftpadK));
-  const bool few = plan.warps_per_group == kMaxWarps || (!converts_long(plan) && dim > 64) || ids;
+  const bool few = plan.warps_per_group == kMaxWarps || (!plan.converts_long() && dim > 64) || ids;
   plan.convert_warps = few ? kFewConvertWarps : kManyConvertWarps;
   // Lanes load words of rows of blocks.
   const auto in_words = [](DType dtype, const Layout& strides) {
     return bytes_of(dtype, strides.head) % 4 == 0;
   };
   const bool has_words = in_words(p.dtypes.k, p.k) && in_words(p.dtypes.v, p.v);
+  // A warp has few keys of wide heads: lanes copy their codes faster, with their scales.
+  const bool boxes = has_words && (dim <= 128 || !plan.converts_long());
   const auto fits = [&](int k, int v, int codes) {
-    if (has_words)
+    if (boxes)
       set_boxes_of_codes(plan, p, 2 * plan.block_keys * plan.warp_groups / plan.convert_warps);
     plan.k_stages = k;
     plan.v_stages = v;

@@ -4,7 +4,8 @@
 // successive keys, which share no banks.
 //
 // Scales multiply the numbers, divided by a power of 2 that the largest of them is below. That is the factor of the
-// key's scores, or of its P. Keys that a warp converts at a time share it, unless their scales are far apart.
+// key's scores, or of its P. Keys that a warp converts at a time share it, unless their scales are far apart, or tiles
+// have few keys: a warp converts 8 at a time there, and takes longer to agree than the products with factors do.
 #pragma once
 #include "decode/codes/warpgroup/natural_numbers.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
@@ -12,6 +13,8 @@
 // Successive keys that a warp converts at a time: several lanes have a key where there are few or heads are wide.
 template <int tensor>
 constexpr int kRunKeys = 32 / max_of(32 / min_of(int(LaneLoader::kKeysOfLoader), 32), columns_of(tensor) > 128 ? 4 : 1);
+
+enum : int { kKeysShareFactors = kBlockKeys > 32 };
 
 // What a lane converts of a key: its columns, or a part of these where they are many or keys fewer than lanes.
 template <int tensor>
@@ -139,12 +142,13 @@ class KeyPart {
       x[j] = Half::multiply(x[j], twice(scale));
   }
 
-  // The exponent of the largest scale of all keys that the warp converts, or of each key where some scales are so far
-  // below that their numbers would lose bits. Hidden keys, which may have any scale, spoil no others.
+  // The exponent of the largest scale of all keys that share it, or of each key where some scales are so far below that
+  // their numbers would lose bits. Hidden keys, which may have any scale, spoil no others.
   __device__ __forceinline__ int biased_exponent() const {
     constexpr int kFar = bits_of(kType) == 4 && kFusesBias ? 4 : 8;
     const float largest = max_scale_ < infinity() ? max_scale_ : 0;
     const int of_key = __float_as_int(within_exponents_of_p(largest)) >> 23;
+    if (!kKeysShareFactors) return of_key;
     const int of_all = int(__reduce_max_sync(0xffffffff, u32(of_key)));
     return __any_sync(0xffffffff, largest > 0 && of_key + kFar < of_all) ? of_key : of_all;
   }
@@ -248,10 +252,8 @@ class CodesRing {
     const u32 begin = u32(begins_ >> 4 * (kCodeStages - 1)) % 16;
     to.load(codes(), scales_in_rows(tensor) ? codes() + begin : scales(), key, part, begin);
   }
-  // Starts the copies of another tile in place of this one, which has been loaded.
+  // Starts the copies of another tile in place of this one, whose numbers have been stored.
   __device__ __forceinline__ void next() {
-    if (kBoxKeys > 0) fence_async_proxy();  // waits for the loads
-    __syncwarp();
     --tiles_;
     start();
   }
@@ -326,12 +328,12 @@ __device__ __forceinline__ void convert_codes(const LaneLoader& load, To to, u32
       const int key = load.first_key() + round * Part::kKeys + lane % Part::kKeys;
       Part of_key;
       codes.load(of_key, key, part);
-      if (round == Part::kRounds - 1) codes.next();
       if (round == 0) to.wait_empty();
       of_key.convert(to.address(), to.smem + factors + to.ring.stage() * (kBlockKeys * 4), key, part);
     }
     __syncwarp();
     mbarrier_arrive_if(to.full(), threadIdx.x % 32 == 0);  // the warpgroups fence what they read for wgmma
     to.advance();
+    codes.next();
   }
 }

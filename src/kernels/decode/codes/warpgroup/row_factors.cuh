@@ -86,12 +86,13 @@ __device__ __forceinline__ float exponent_of(float factor) { return float((__flo
 template <int tensor>
 struct FactorsOfKeys {
   enum : int { kRuns = kBlockKeys / kRunKeys<tensor> };
-  bool shared;  // else each key has its own
+  bool shared = false;  // else each key has its own
   float of_run[kRuns];
 
   FactorsOfKeys() = default;
   // Loads the factors at `at`. Those beyond 2^48 or 2^-48 count as not shared, lest sums of P times them underflow.
   __device__ __forceinline__ explicit FactorsOfKeys(u32 at) {
+    if (!kKeysShareFactors) return;
     constexpr int kLaneKeys = max_of(kBlockKeys / 32, 1);
     const u32 key = threadIdx.x % 32 * kLaneKeys;
     u32 words[kLaneKeys];
@@ -197,23 +198,29 @@ __device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys
   return scaled_sum;
 }
 
-// The same of S in units of log2, with the factor of each key at `keys`. P is exact at the maximum, as in
-// attention/softmax.cuh.
-__device__ __forceinline__ void exact_exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                                   const float (&shift)[2], u32 keys, float (&sum)[2]) {
+// The same with the factor of each key at `keys`. Where it is to be `exact`, S is in units of log2, and P is exact at
+// the maximum, as in attention/softmax.cuh.
+template <bool exact>
+__device__ __forceinline__ float exponentials_of_keys(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
+                                                      const ScoreScale& c, const float (&shift)[2], u32 keys,
+                                                      float (&sum)[2]) {
+  float max_factor = 0;
   sum[0] = sum[1] = 0;
 #pragma unroll
   for (int i = 0; i < kBlockKeys / 2; i += 4) {
     float factor[2], x[4];
     load_shared_pair(keys + 8 * i + 4 * thread_column(), factor[0], factor[1]);
+    max_factor = fmaxf(max_factor, fmaxf(factor[0], factor[1]));
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      x[j] = exp2_fast(__fadd_rn(S[i + j], shift[j / 2]));
+      const float at = shift[j / 2];
+      x[j] = exp2_fast(exact ? __fadd_rn(S[i + j], at) : __fmaf_rn(S[i + j], c(i + j), at));
       sum[j / 2] += x[j];
     }
     P[i / 2] = ElementP::pack(x[0] * factor[0], x[1] * factor[1]);
     P[i / 2 + 1] = ElementP::pack(x[2] * factor[0], x[3] * factor[1]);
   }
+  return (sum[0] + sum[1]) * max_factor;
 }
 
 // A step of the softmax, as in attention/softmax.cuh, with P relative to the max over keys of c(i) * S[i] plus the
@@ -223,8 +230,12 @@ __device__ __forceinline__ void scaled_softmax_step(float (&S)[kBlockKeys / 2], 
                                                     u32 keys) {
   const FactorsOfKeys<kOfV> factors(keys);
   float sum[2] = {0, 0};
-  bool settled = factors.shared;
-  if (settled) settled = scaled_exponentials(S, P, c, rows.shift, factors, sum) <= float(kSumLimit);
+  float limited = infinity();
+  if (!kKeysShareFactors)
+    limited = exponentials_of_keys<false>(S, P, c, rows.shift, keys, sum);
+  else if (factors.shared)
+    limited = scaled_exponentials(S, P, c, rows.shift, factors, sum);
+  const bool settled = limited <= float(kSumLimit);
   if (__any_sync(0xffffffff, !settled)) {
     float row_max[2] = {-infinity(), -infinity()};
 #pragma unroll
@@ -240,7 +251,7 @@ __device__ __forceinline__ void scaled_softmax_step(float (&S)[kBlockKeys / 2], 
     rescale<false>(O, rows, row_max[0], row_max[1], 1);
     const float shift[2] = {rows.shift[0] == infinity() ? 0 : rows.shift[0],
                             rows.shift[1] == infinity() ? 0 : rows.shift[1]};
-    exact_exponentials(S, P, shift, keys, sum);
+    exponentials_of_keys<true>(S, P, c, shift, keys, sum);
   }
   rows.sum[0] += sum[0];
   rows.sum[1] += sum[1];
