@@ -207,10 +207,8 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
     return bytes_of(dtype, strides.head) % 4 == 0;
   };
   const bool has_words = in_words(p.dtypes.k, p.k) && in_words(p.dtypes.v, p.v);
-  // A warp has few keys of wide heads: lanes copy their codes faster, with their scales.
-  const bool boxes = has_words && (dim <= 128 || !plan.converts_long());
   const auto fits = [&](int k, int v, int codes) {
-    if (boxes)
+    if (has_words)
       set_boxes_of_codes(plan, p, 2 * plan.block_keys * plan.warp_groups / plan.convert_warps);
     plan.k_stages = k;
     plan.v_stages = v;

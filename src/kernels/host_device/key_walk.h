@@ -37,7 +37,7 @@ struct NextTile {
 };
 constexpr NextTile kNoTile = {-1, 0};
 
-// What it publishes with V of a key tile: the next tile of each strip.
+// What it publishes with K of a key tile: the next tile of each strip.
 struct alignas(16) TileInfo {
   NextTile next[4];
 };

@@ -42,7 +42,10 @@ class KeyPart {
   // Loads the codes, scales and zero points of number `key` of the tile. Rows of blocks begin `begin` bytes after a
   // multiple of 16.
   __device__ __forceinline__ void load(u32 codes, u32 scales, int key, int part, u32 begin) {
-    part = min(part, kParts - 1);
+    if (part >= kParts) {  // there are more lanes than parts, and nothing to convert
+      max_scale_ = 0;
+      return;
+    }
     load_codes(codes, key, part, begin);
     if constexpr (kScales) {
       max_scale_ = max_scale_of_key<tensor>(scales, key);
@@ -59,7 +62,6 @@ class KeyPart {
   __device__ __forceinline__ void convert(u32 numbers, u32 factors, int key, int part) {
     // The numbers are divided by 2^exponent.
     const int exponent = kScales ? biased_exponent() + 1 + kIntegerExponent - 127 : 0;
-    // Where there are more lanes than parts, the last ones have none.
     const int columns = kParts == kLanes && kWholeParts ? int(kColumns) : columns_of(tensor) - part * kColumns;
     // Parts are multiples of 32 columns, which are half of a panel.
     const int half = part * (kColumns / 32);
