@@ -59,7 +59,7 @@ FOLDERS = {
     "cuda/sm90": [*CUDA_PASSES, "cuda/passes", "cuda/decode", *SM90_PARAMS],
     "cuda/portable": [*CUDA_PASSES, "cuda/passes", "kernels/portable/forward", "kernels/portable/backward"],
     "cuda/papers": [*CUDA_COMMON, "cuda/common", "cuda/passes", "cuda/portable", "kernels/papers"],
-    "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/decode", "cuda/papers", "cuda/portable", "cuda/sm90"],
+    "cuda/engine": [*CUDA_COMMON, "cuda/common", "cuda/decode", "cuda/papers", "cuda/passes", "cuda/portable", "cuda/sm90"],
     "plan": [*CALL, "engine", "reference", "cpu", "cuda/engine"],
     "api": [*CALL, "engine", "plan", PUBLIC_CODES, PUBLIC_GROUPS],
     "distributed": [*CALL, PUBLIC_GROUPS, "distributed/device", "distributed/group", "distributed/transport"],

@@ -109,28 +109,52 @@ class CachedCall {
     w.options.hadamard = true;
   }
 
-  /// Keys and their scales go to pages, which are shuffled.
-  void page(int64_t page) {
-    const int64_t pages = (w.c.sk + page - 1) / page, all = w.c.batch * pages + 2;
-    std::vector<int32_t> order(static_cast<size_t>(all));
+  /// How a cache names the entries of sequences: pages, or rows of the batch.
+  enum class Index { kTable, kLists, kBatch };
+
+  void page(int64_t page) { cache(Index::kTable, page); }
+  /// Keys and their scales go to entries of `rows` keys, which are shuffled, after up to `pad` rows
+  /// of no keys. kBatch: an entry has all keys of a sequence.
+  void cache(Index index, int64_t rows, int64_t pad = 0) {
+    const auto batch = static_cast<int64_t>(w.sequences.size());
+    if (index == Index::kBatch) rows = w.c.sk + pad;
+    const int64_t each = (w.c.sk + pad + rows - 1) / rows, all = batch * each + 2;
+    std::vector<int32_t> order(static_cast<size_t>(all)), listed;
     for (size_t i = 0; i < order.size(); ++i) order[i] = static_cast<int32_t>(i);
     std::shuffle(order.begin(), order.end(), random_);
-    std::vector<std::vector<int32_t>> ids(static_cast<size_t>(w.c.batch));
-    Buffer table(DType::kI32, {w.c.batch, pages});
-    int64_t n = 0;
-    for (auto& of : ids) {
-      for (int64_t i = 0; i < pages; ++i, order.pop_back()) {
-        of.push_back(order.back());
-        store(table.t.data, DType::kI32, n++, order.back());
-      }
+    std::vector<std::vector<int32_t>> ids(w.sequences.size());
+    std::vector<double> pads, lengths, firsts{0};
+    for (size_t b = 0; b < ids.size(); ++b) {
+      pads.push_back(static_cast<double>(pad == 0 ? 0 : random_() % static_cast<uint64_t>(pad)));
+      lengths.push_back(pads.back() + static_cast<double>(w.sequences[b].sk));
+      const int64_t count =
+          index == Index::kLists ? (static_cast<int64_t>(lengths.back()) + rows - 1) / rows : each;
+      for (int64_t i = 0; i < count; ++i, order.pop_back()) ids[b].push_back(order.back());
+      listed.insert(listed.end(), ids[b].begin(), ids[b].end());
+      firsts.push_back(static_cast<double>(listed.size()));
     }
-    add(call.page_table, std::move(table));
+    const auto ints = [&](Tensor& to, const std::vector<int64_t>& shape, const auto& values) {
+      Buffer b(DType::kI32, shape);
+      write(b.t, std::vector<double>(values.begin(), values.end()));
+      add(to, std::move(b));
+    };
+    const auto count = static_cast<int64_t>(listed.size());
+    if (index == Index::kBatch) ints(call.cache_batch_idx, {batch}, listed);
+    if (index == Index::kTable) ints(call.page_table, {batch, each}, listed);
+    if (index == Index::kLists) {
+      ints(call.page_table, {count}, listed);
+      ints(call.page_indptr, {batch + 1}, firsts);
+    }
+    if (pad > 0) ints(call.leftpad_k, {batch}, pads);
+    ints(call.seqused_k, {batch}, lengths);
+    call.cu_seqlens_k = {};
+    const int keys_rank = call.k.rank;
     for (Tensor* t : {&call.k, &call.v, &call.k_descale, &call.v_descale, &call.k_zero_point,
                       &call.v_zero_point}) {
-      if (!t->given() || t->rank < 4) continue;
+      if (!t->given() || t->rank < keys_rank) continue;
       const auto of = std::find_if(buffers_.begin(), buffers_.end(),
                                    [&](const Buffer& b) { return b.t.data == t->data; });
-      add(*t, in_pages(*of, page, all, ids));
+      add(*t, in_entries(*of, rows, all, ids, pads));
     }
   }
 
@@ -189,7 +213,8 @@ class CachedCall {
   }
 
   /// LSE is off by what rounding of q, of numbers of k or of partial sums makes of scores.
-  testing::AssertionResult is_right(const Expected& e) const {
+  testing::AssertionResult is_right(const Expected& e) {
+    if (converts_) return is_right_as_of_its_dtype();
     double lse = (rounds_k_ ? kProducts : tolerance(dtype_)) * e.unit.lse;
     // GPUs multiply integers as numbers from 0 on, and tensor cores cut partial sums.
     lse += 0x1p-22 * range_of_k_ * longest(w.forward.q);
@@ -210,6 +235,9 @@ class CachedCall {
     return r ? within("lse", call.lse, e.reference.lse, {}, 0, lse) : r;
   }
 
+  /// Whether the plan of the last run converts codes to the dtype of q first.
+  bool converts() const { return converts_; }
+
   Workload w;
   ForwardTensors call;
   bool lengths_on_host = false;
@@ -220,8 +248,41 @@ class CachedCall {
     options.engine = engine;
     ForwardTensors there = memory.at(tensors);
     if (lengths_on_host) there.cu_seqlens_q = tensors.cu_seqlens_q;
-    forward(there, memory.options(tensors, options), w.run_options);
+    const Plan planned = plan(there, memory.options(tensors, options));
+    converts_ = planned.details().has("converted");
+    planned.run(there, w.run_options);
     memory.bring_back();
+  }
+  /// Converted codes are as right as a cache of the dtype of q is.
+  testing::AssertionResult is_right_as_of_its_dtype() {
+    const ForwardTensors before = w.forward;
+    const Buffer k = rounded_to(dtype_, w.forward.k), v = rounded_to(dtype_, w.forward.v);
+    w.forward.k = k.t, w.forward.v = v.t, w.forward.out = call.out;
+    w.c.dtype = dtype_;
+    const testing::AssertionResult result = forward_is_right(w, expect_forward(w));
+    w.c.dtype = DType::kF32;
+    w.forward = before;
+    return result;
+  }
+  /// Rows of keys in entries of a cache, after `pads` of no keys.
+  Buffer in_entries(const Buffer& from, int64_t rows, int64_t entries,
+                    const std::vector<std::vector<int32_t>>& ids,
+                    const std::vector<double>& pads) const {
+    const Tensor& t = from.t;
+    Buffer to(t.dtype, {entries, rows, t.shape[t.rank - 2], t.shape[t.rank - 1]});
+    const auto row = static_cast<int64_t>(to.bytes.size()) / (entries * rows);
+    std::fill(to.bytes.begin(), to.bytes.end(), uint8_t{0x7f});  // NaN, or large
+    for (size_t b = 0; b < ids.size(); ++b) {
+      const Rows& s = w.sequences[b];
+      const bool packed = w.c.layout == Layout::kPacked;
+      const int64_t first = packed ? s.k_begin : static_cast<int64_t>(b) * w.c.sk;
+      for (int64_t j = 0; j < s.sk; ++j) {
+        const int64_t key = static_cast<int64_t>(pads[b]) + j;
+        const int64_t at = ids[b][static_cast<size_t>(key / rows)] * rows + key % rows;
+        std::copy_n(from.bytes.begin() + row * (first + j), row, to.bytes.begin() + row * at);
+      }
+    }
+    return to;
   }
   static double largest(const Tensor& t) {
     double most = 0;
@@ -311,6 +372,7 @@ class CachedCall {
   std::mt19937_64 random_;
   DType dtype_;
   std::deque<Buffer> buffers_;
+  bool converts_ = false;
   bool rounds_k_ = false;  ///< its numbers may become f16, of zero points or scales of rows
   double range_of_k_ = 0;  ///< of its numbers, as many as its format has of integers
 };
@@ -589,6 +651,68 @@ TEST_P(LowBitCaches, OddNumbersOfGroups) {
                                   .group = 64};
       is_attended(c, DType::kBF16, 0, keys, keys);
     }
+  }
+}
+
+// Calls of many rows of a kv head, whose codes are converted to the dtype of q first, and calls of
+// f32, whose codes always are: with every option of calls, from every kind of cache.
+TEST_P(LowBitCaches, OfPrompts) {
+  using Index = CachedCall::Index;
+  const int count = draws(10);
+  for (int draw = 0; draw < count; ++draw) {
+    const DType dtype = draw % 3 == 0 ? DType::kF32 : DType::kBF16;
+    Case c;
+    c.batch = one_of<int64_t>({1, 2, 3});
+    c.sq = dtype == DType::kF32 ? one_of<int64_t>({1, 17, 70}) : 300;
+    c.sk = one_of<int64_t>({70, 150, 300});
+    c.hk = one_of<int64_t>({1, 2, 3});
+    c.hq = c.hk * one_of<int64_t>({1, 4});
+    c.d = one_of<int64_t>({32, 64, 96, 128});
+    c.dv = one_of<int64_t>({32, 64, 128, 160});
+    c.mask = one_of({full(), causal(), window(20, 3), chunked(32, causal())});
+    c.softcap = one_of({0.0, 0.0, 5.0});
+    c.alibi = one_of({Alibi::kNone, Alibi::kNone, Alibi::kHeads});
+    c.bias = one_of({Bias::kNone, Bias::kNone, Bias::kAll, Bias::kKeys});
+    c.sinks = random_() % 3 == 0;
+    c.layout = one_of({Layout::kBshd, Layout::kPacked});
+    c.seqused = c.layout == Layout::kBshd;
+    c.seqused_q = c.seqused && random_() % 2 == 0;
+    c.dropout = dtype == DType::kF32 && random_() % 3 == 0 ? 0.25 : 0;
+    const auto keys = [&] {
+      return keys_of(one_of({dtype, DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt8,
+                             DType::kInt4, DType::kQ8_0, DType::kQ4_0}));
+    };
+    CachedCall::Keys k = keys(), v = keys();
+    if (!is_codes(k.format) && !is_codes(v.format)) k = {DType::kInt8, ScaleKind::kRows};
+    k.group = v.group = 32;
+    const bool cached = random_() % 3 != 0, biased = c.bias != Bias::kNone;
+    Index index = one_of({Index::kTable, Index::kBatch, Index::kLists});
+    int64_t page = one_of<int64_t>({1, 5, 16, 64}), pad = one_of<int64_t>({0, 9});
+    if (biased) {  // which has as many keys as the cache
+      page = 5, pad = 0;
+      if (index == Index::kLists) index = Index::kTable;
+    }
+    SCOPED_TRACE(testing::Message()
+                 << "seed " << test_seed() << " draw " << draw << " " << c.name() << " "
+                 << name_of(dtype) << " over " << name_of(k.format) << " "
+                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
+                 << static_cast<int>(v.kind) << v.zero_point << " cache " << cached
+                 << static_cast<int>(index) << " page " << page << " pad " << pad);
+    CachedCall call(c, dtype, random_());
+    call.set_k(k);
+    call.set_v(v);
+    if (random_() % 3 == 0) {
+      call.w.options.mask_mod = parse_expression("sk - sq + q - k < 40");
+      call.w.mask_value = [](const ScorePlace& p) { return p.q + p.sk - p.sq - p.k < 40; };
+    }
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (cached) call.cache(index, page, pad);
+    call.lengths_on_host = random_() % 2 == 0;
+    if (!computes([&] { call.run(engine()); })) continue;
+    ASSERT_TRUE(engine() != "cuda" || dtype != DType::kF32 || call.converts());
+    ASSERT_TRUE(call.is_right(e));
+    ASSERT_TRUE(call.w.check_memory());
   }
 }
 

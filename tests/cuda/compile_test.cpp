@@ -33,6 +33,7 @@
 #include "cuda/engine/choose.h"
 #include "cuda/engine/mma_rate.h"
 #include "cuda/engine/reachable.h"
+#include "cuda/passes/converted.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
 #include "cuda/sm90/backward_candidates.h"
@@ -1007,6 +1008,14 @@ TEST_F(Compile, KernelsOfNoTileAreClean) {
         CallKernel::kNumbersF16, CallKernel::kHadamardBF16, CallKernel::kMeansBF16,
         CallKernel::kAddMeansBF16, CallKernel::kFit}) {
     kernels.push_back(use_of(kernel));
+  }
+  for (const DType q : {DType::kBF16, DType::kF32}) {
+    const DType all[] = {
+        q, DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4, DType::kQ8_0, DType::kQ4_0};
+    for (size_t i = 1; i < std::size(all); ++i) {
+      kernels.push_back(convert_kernel({q, all[i], all[i], q}));
+      kernels.push_back(convert_kernel({q, all[i], all[i - 1], q}));
+    }
   }
   for (const size_t i : sample_of(kernels.size() * kTargets.size(), kSample)) {
     const KernelRequest& request = kernels[i / kTargets.size()].request;

@@ -208,7 +208,7 @@ def test_check_on_a_gpu(on_gpu):
     of_codes = [case for case, dtype in ends if case.endswith("cache") or case == "e4m3"]  # forward alone
     assert len(of_codes) == 18 and counted + sum(reasons.values()) == 2 * len(ends) - len(of_codes)
     of_f32 = {case: end for (case, dtype), end in ends.items() if dtype == "f32"}
-    assert {case for case, end in of_f32.items() if end == "not computed"} == {"wide heads", *of_codes}
+    assert {case for case, end in of_f32.items() if end == "not computed"} == {"wide heads", "e4m3"}
     assert any("f32" in why and "computes d and dv up to 256" in why for why in reasons)
     if has_cuda():
         assert (code, computed) == (0, {"ok"}) and last.endswith("checks passed")

@@ -6,6 +6,7 @@
 #include <array>
 #include <limits>
 #include <numbers>
+#include <tuple>
 
 #include "base/convert.h"
 #include "base/formats.h"
@@ -13,6 +14,7 @@
 #include "call/mask.h"
 #include "cuda/common/expression.h"
 #include "kernels/host_device/dropout.h"
+#include "kernels/host_device/element.h"
 #include "kernels/host_device/score.h"
 
 namespace fulgur::cuda {
@@ -175,6 +177,19 @@ std::string codes_rejected(const Problem& p) {
     if (is_low_bit(types.q) && !is_low_bit(dtype)) {
       return fmt::format("takes a q of {} with k and v of codes, got {} of {}", name_of(types.q),
                          name, name_of(dtype));
+    }
+  }
+  for (const auto& [name, dtype, scales, dim] : {std::tuple{"k", types.k, &p.k_descale, p.d},
+                                                 std::tuple{"v", types.v, &p.v_descale, p.dv}}) {
+    if (!is_low_bit(dtype)) {
+      if (dtype == types.q) continue;
+      return fmt::format("computes k and v of codes or of the dtype of q, got {} of {}", name,
+                         name_of(dtype));
+    }
+    const int chunk = kernels::chunk_columns(element_of(dtype));
+    if (scales->groups > 1 && dim / scales->groups % chunk != 0) {
+      return fmt::format("computes groups of multiples of {} columns of {}, got {} of {}", chunk,
+                         name_of(dtype), dim / scales->groups, name);
     }
   }
   if (is_low_bit(types.q) && types.out == DType::kF32) {

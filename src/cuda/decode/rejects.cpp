@@ -6,7 +6,6 @@
 #include <limits>
 #include <tuple>
 
-#include "base/formats.h"
 #include "cuda/common/kernel_key.h"
 #include "cuda/decode/decode_plan.h"
 #include "cuda/passes/forward.h"
@@ -40,19 +39,6 @@ std::string operands_rejected(const Problem& p) {
   }
   if (p.q_descale.groups > 1) {
     return fmt::format("takes a q_descale of one group of columns, got {}", p.q_descale.groups);
-  }
-  for (const auto& [name, dtype, scales, dim] :
-       {std::tuple{"k", types.k, p.k_descale, p.d}, std::tuple{"v", types.v, p.v_descale, p.dv}}) {
-    if (!is_low_bit(dtype)) {
-      if (dtype == types.q) continue;
-      return fmt::format("computes k and v of codes or of the dtype of q, got {} of {}", name,
-                         name_of(dtype));
-    }
-    const int chunk = kernels::chunk_columns(element_of(dtype));
-    if (scales.groups > 1 && dim / scales.groups % chunk != 0) {
-      return fmt::format("computes groups of multiples of {} columns of {}, got {} of {}", chunk,
-                         name_of(dtype), dim / scales.groups, name);
-    }
   }
   return {};
 }

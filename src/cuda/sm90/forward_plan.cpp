@@ -8,6 +8,7 @@
 #include "cuda/common/tensor_map.h"
 #include "cuda/device/launch_memory.h"
 #include "cuda/passes/forward.h"
+#include "kernels/sm90/forward/layout.h"
 
 namespace fulgur::cuda::sm90 {
 

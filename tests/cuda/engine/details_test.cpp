@@ -115,6 +115,9 @@ TEST_F(DocumentedDetails, AreAll) {
   rotated.args.k.dtype = rotated.args.v.dtype = DType::kInt8;
   rotated.options.hadamard = true;
   add(rotated.args, rotated.options);
+  ForwardCall converted = forward_call({.sq = 2048, .sk = 8192});
+  converted.args.k.dtype = converted.args.v.dtype = DType::kInt8;
+  add(converted.args, converted.options);
   add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
   add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});
   for (const int64_t sq : {1, 700}) {

@@ -56,6 +56,32 @@ TEST_F(Prewarmed, ForwardPlansCompileNothing) {
   }
 }
 
+// Codes of k and v are converted for calls of many rows.
+TEST_F(Prewarmed, ForwardPlansOverCodesCompileNothing) {
+  for (const DType dtype : {DType::kBF16, DType::kF32}) {
+    const auto call_of = [&](int64_t batch, int64_t sq, int64_t sk) {
+      ForwardCall call = forward_call({.dtype = dtype, .batch = batch, .sq = sq, .sk = sk});
+      call.args.k.dtype = call.args.v.dtype = DType::kInt8;
+      return call;
+    };
+    const ForwardCall call = call_of(1, 1, 1);
+    EXPECT_GT(cuda::prewarm(call.args, call.options).compiled, 0);
+    const auto before = kernels();
+    std::set<size_t> launches;
+    for (const int64_t batch : {1, 3, 64}) {
+      for (const auto& [sq, sk] :
+           {std::pair{1, 16}, {1, 9000}, {64, 9000}, {700, 700}, {3000, 9000}}) {
+        const ForwardCall later = call_of(batch, sq, sk);
+        state_->launches.clear();
+        fulgur::forward(placed(later.args, kBase), later.options);
+        launches.insert(state_->launches.size());
+        ASSERT_EQ(kernels(), before) << batch << " x " << sq << " x " << sk;
+      }
+    }
+    EXPECT_TRUE(launches.contains(2)) << "none was converted";
+  }
+}
+
 // Grouped heads, and the parts of calls that share prefixes, too.
 TEST_F(Prewarmed, CallsOverPagesCompileNothing) {
   for (const bool prefixes : {false, true}) {

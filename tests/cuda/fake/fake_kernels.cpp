@@ -8,6 +8,7 @@
 #include "cuda/driver/driver.h"
 #include "fake_driver.h"
 #include "kernels/backward/params.h"
+#include "kernels/codes/convert_params.h"
 #include "kernels/codes/hadamard_params.h"
 #include "kernels/codes/means_params.h"
 #include "kernels/common/append_params.h"
@@ -35,6 +36,7 @@ struct Kernel {
 };
 constexpr Kernel kKernels[] = {
     {"fulgur_append", sizeof(AppendParams)},
+    {"fulgur_convert_codes", sizeof(ConvertParams)},
     {"fulgur_hadamard", sizeof(HadamardParams)},
     {"fulgur_add_means", sizeof(AddMeansParams)},
     {"fulgur_merge", sizeof(MergeParams)},

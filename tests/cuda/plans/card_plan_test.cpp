@@ -48,6 +48,40 @@ TEST(CardPlan, MemoryBindsDecoding) {
   EXPECT_NEAR(expected(plan_for("h100", kDecode)).microseconds / of_h200, 4.8 / 3.35, 0.15);
 }
 
+// Codes of k and v become numbers of the dtype of q where that is faster than decoding, and of f32
+// always, in workspace that the call may have.
+TEST(CardPlan, CodesAreConvertedForManyRows) {
+  const auto details = [](const char* card, const ForwardShape& shape, DType codes) {
+    ForwardCall call = forward_call(shape);
+    call.args.k.dtype = call.args.v.dtype = codes;
+    return cuda::plan_for_card(card, call.args, call.options).details();
+  };
+  for (const char* card : {"h200", "a100"}) {
+    for (const DType codes : {DType::kE4M3, DType::kInt8, DType::kInt4, DType::kQ4_0}) {
+      SCOPED_TRACE(testing::Message() << card << " " << name_of(codes));
+      ForwardShape shape{.batch = 1, .sq = 2048, .sk = 8192, .hq = 32, .hk = 8};
+      const Details many = details(card, shape, codes);
+      EXPECT_EQ(many.get<std::string>("converted"), "bf16");
+      EXPECT_EQ(many.get<int64_t>("converted_bytes"), 2 * 8192 * 8 * 128 * 2);
+      EXPECT_GE(many.get<int64_t>("workspace_bytes"), 2 * 8192 * 8 * 128 * 2);
+      shape.invariant = true;
+      EXPECT_FALSE(details(card, shape, codes).has("converted"));
+      shape.invariant = false;
+      shape.max_workspace = many.get<int64_t>("converted_bytes") - 1;
+      EXPECT_FALSE(details(card, shape, codes).has("converted"));
+      shape.max_workspace = 0;
+      shape.sq = 1;
+      EXPECT_FALSE(details(card, shape, codes).has("converted"));
+      shape.dtype = DType::kF32;
+      EXPECT_EQ(details(card, shape, codes).get<int64_t>("converted_bytes"),
+                2 * 8192 * 8 * 128 * 4);
+      shape.dtype = DType::kF16;
+      shape.sq = 2048;
+      EXPECT_FALSE(details(card, shape, codes).has("converted"));
+    }
+  }
+}
+
 // The portable kernels, by the peaks of 16-bit products that the makers state.
 TEST(CardPlan, CardsOfTheSameCapabilityDiffer) {
   for (const auto& [card, peak] : {std::pair{"a100", 312.0},
