@@ -20,12 +20,20 @@ namespace fulgur::cuda {
 const Architecture& architecture_of(const Target& target) {
   static const ConvertedFamily kHopperConverted(sm90::forward_family());
   static const ConvertedFamily kHopperConvertedWide(portable::forward_family_for_hopper());
+  static const ConvertedFamily kHopperConvertedDecode(decode::hopper_family(), /*f32_alone=*/true);
   static const ConvertedFamily kPortableConverted(portable::forward_family());
-  static const std::array<const Family*, 9> kHopperFamilies = {
-      &sm90::forward_family(),  &portable::forward_family_for_hopper(),
-      &decode::hopper_family(), &sm90::invariant_by_rows_family(),
-      &kHopperConverted,        &kHopperConvertedWide,
-      &sm90::backward_family(), &portable::backward_family_for_hopper(),
+  static const ConvertedFamily kPortableConvertedDecode(decode::portable_family(),
+                                                        /*f32_alone=*/true);
+  static const std::array<const Family*, 10> kHopperFamilies = {
+      &sm90::forward_family(),
+      &portable::forward_family_for_hopper(),
+      &decode::hopper_family(),
+      &sm90::invariant_by_rows_family(),
+      &kHopperConverted,
+      &kHopperConvertedWide,
+      &kHopperConvertedDecode,
+      &sm90::backward_family(),
+      &portable::backward_family_for_hopper(),
       &scores_family()};
   // The rates of every H100, H200 and GH200 are those measured on an H200. For the H100 PCIe the
   // memory bandwidth per SM is assumed to be the same.
@@ -36,9 +44,9 @@ const Architecture& architecture_of(const Target& target) {
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
   static const Architecture kHopper{kHopperFamilies, kHopperCards};
-  static const std::array<const Family*, 5> kPortableFamilies = {
-      &portable::forward_family(), &decode::portable_family(), &kPortableConverted,
-      &portable::backward_family(), &scores_family()};
+  static const std::array<const Family*, 6> kPortableFamilies = {
+      &portable::forward_family(), &decode::portable_family(),   &kPortableConverted,
+      &kPortableConvertedDecode,   &portable::backward_family(), &scores_family()};
   static const Architecture kPortable{kPortableFamilies, known_cards()};
   return target == sm90::kTarget ? kHopper : kPortable;
 }

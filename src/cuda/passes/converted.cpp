@@ -19,7 +19,7 @@ namespace {
 
 constexpr int64_t kCtasOfSm = 16;
 constexpr int64_t kMaxBytes = int64_t{2} << 30;  // of numbers of 16 bits, of the device's memory
-constexpr double kMemoryShare = 0.6;             // of the memory bandwidth, measured on an H200
+constexpr double kMemoryShare = 0.75;            // of the memory bandwidth, measured on an H200
 
 constexpr auto kPlacesOfKeys = {Arg::kCuSeqlensK, Arg::kSeqUsedK,      Arg::kPageTable,
                                 Arg::kPageIndptr, Arg::kCacheBatchIdx, Arg::kLeftpadK};
@@ -85,7 +85,7 @@ double conversion_cycles(const Problem& p, const Places& at, const Card& card) {
   const auto bytes = static_cast<double>(keys_of(p) * p.key_bytes() + at.converted_bytes);
   const auto rows = static_cast<double>(p.batch * p.sq);
   const double shares = p.packed ? rows / std::max(1.0 * static_cast<double>(p.total_q), 1.0) : 1;
-  return card.launch_microseconds / 2 * card.megahertz +
+  return card.launch_microseconds * card.megahertz +
          bytes / (kMemoryShare * card.bytes_per_cycle) * std::max(shares, 1.0);
 }
 
@@ -247,6 +247,13 @@ class ConvertedCandidate final : public Candidate {
   Places at_;
 };
 
+Candidates converting(const Candidates& forward, const Problem& p, const Card& card) {
+  Candidates result;
+  for (const auto& candidate : forward)
+    result.push_back(std::make_shared<ConvertedCandidate>(p, candidate, card));
+  return result;
+}
+
 }  // namespace
 
 KernelUse convert_kernel(const OperandTypes& dtypes) {
@@ -259,7 +266,7 @@ KernelUse convert_kernel(const OperandTypes& dtypes) {
 
 bool ConvertedFamily::is_for(const Problem& p) const {
   return p.pass == Pass::kForward && (is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v)) &&
-         forward_.is_for(converted(p));
+         (is_wide(p.dtypes) || !f32_alone_) && forward_.is_for(converted(p));
 }
 
 std::string ConvertedFamily::rejects(const Problem& p) const {
@@ -278,11 +285,12 @@ std::string ConvertedFamily::rejects(const Problem& p) const {
 
 Candidates ConvertedFamily::candidates(const Problem& p, const Card& card,
                                        std::vector<std::string>* rejected) const {
-  Candidates result;
-  for (const auto& forward : forward_.candidates(converted(p), card, rejected)) {
-    result.push_back(std::make_shared<ConvertedCandidate>(p, forward, card));
-  }
-  return result;
+  return converting(forward_.candidates(converted(p), card, rejected), p, card);
+}
+
+Candidates ConvertedFamily::reachable(const Problem& p, const Card& card) const {
+  if (!is_for(p) || !rejects(p).empty()) return {};
+  return converting(forward_.reachable(converted(p), card), p, card);
 }
 
 }  // namespace fulgur::cuda

@@ -4,6 +4,7 @@
 #include <array>
 #include <deque>
 #include <functional>
+#include <initializer_list>
 #include <limits>
 #include <set>
 #include <span>
@@ -401,6 +402,30 @@ TEST_F(Sanitize, DimsThatDiffer) {
   EXPECT_TRUE(both_right(
       {.dtype = kBf16, .sq = 150, .sk = 150, .hq = 2, .d = 192, .dv = 128, .mask = causal()}));
 }
+/// Codes of e4m3 for tensors of a call.
+class CodesOfTensors {
+ public:
+  /// The call with codes for these tensors, which get the numbers of the codes.
+  ForwardTensors of(Workload& w, std::initializer_list<Tensor ForwardTensors::*> tensors) {
+    ForwardTensors call = w.forward;
+    for (Tensor ForwardTensors::*one : tensors) {
+      const Tensor& numbers = w.forward.*one;
+      const auto rank = static_cast<size_t>(numbers.rank);
+      Storage& storage = codes_.emplace_back(DType::kE4M3, numbers.numel());
+      call.*one = storage.view(0, std::span(numbers.shape).first(rank),
+                               std::span(numbers.strides).first(rank));
+      std::vector<double> x = read(numbers);
+      for (double& number : x) number = rounded(number, DType::kE4M3);
+      write(call.*one, x);
+      write(numbers, x);
+    }
+    return call;
+  }
+
+ private:
+  std::deque<Storage> codes_;
+};
+
 TEST_F(Sanitize, Codes) {  // of e4m3 in q, k and v
   if (!has_hoppers_kernels()) GTEST_SKIP() << kOnlyOnHopper;
   for (const int64_t d : {64, 128, 256}) {
@@ -410,20 +435,9 @@ TEST_F(Sanitize, Codes) {  // of e4m3 in q, k and v
       c.layout = layout;
       c.seqused = true;
       Workload w(c, 1);
-      ForwardTensors call = w.forward;
-      std::deque<Storage> codes;
-      for (Tensor ForwardTensors::*of :
-           {&ForwardTensors::q, &ForwardTensors::k, &ForwardTensors::v}) {
-        const Tensor& numbers = w.forward.*of;
-        const auto rank = static_cast<size_t>(numbers.rank);
-        Storage& storage = codes.emplace_back(DType::kE4M3, numbers.numel());
-        call.*of = storage.view(0, std::span(numbers.shape).first(rank),
-                                std::span(numbers.strides).first(rank));
-        std::vector<double> x = read(numbers);
-        for (double& one : x) one = rounded(one, DType::kE4M3);
-        write(call.*of, x);
-        write(numbers, x);
-      }
+      CodesOfTensors codes;
+      const ForwardTensors call =
+          codes.of(w, {&ForwardTensors::q, &ForwardTensors::k, &ForwardTensors::v});
       w.seal();
       const Expected e = expect_forward(w);
       w.options.engine = "cuda";
@@ -431,6 +445,24 @@ TEST_F(Sanitize, Codes) {  // of e4m3 in q, k and v
       const double most = 0x1p-9 * e.unit.out;  // products of e4m3 are added with 13 bits
       EXPECT_TRUE(within("out", w.forward.out, e.reference.out, e.naive.out, 2, most));
       EXPECT_TRUE(w.check_memory());
+    }
+  }
+}
+
+TEST_F(Sanitize, ConvertedCodes) {  // in k and v, for few and for many rows
+  for (const Layout layout : {Layout::kBshd, Layout::kPacked}) {
+    for (const int64_t sq : {3, 150}) {
+      Case c{.dtype = DType::kF32, .batch = 2, .sq = sq, .sk = 200, .hq = 4, .hk = 2};
+      c.layout = layout;
+      c.seqused = layout == Layout::kBshd;
+      Workload w(c, 1);
+      CodesOfTensors codes;
+      const ForwardTensors call = codes.of(w, {&ForwardTensors::k, &ForwardTensors::v});
+      w.seal();
+      w.options.engine = "cuda";
+      compute(call, w.options);
+      EXPECT_TRUE(w.check_memory());
+      EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
     }
   }
 }
