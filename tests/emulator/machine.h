@@ -102,9 +102,9 @@ struct Thread {
   void pass_on(Views& to);  ///< what it knows and has done itself
   void learn(const Views& from);
   void learn(Actor actor, uint32_t number);
-  void fence();                              ///< lets the asynchronous proxy see what it knows
-  void uses_words();                         ///< a vote, shuffle or store takes words that it has loaded
-  void uses_loads();                         ///< and for matrices
+  void fence();       ///< lets the asynchronous proxy see what it knows
+  void uses_words();  ///< a vote, shuffle or store takes words that it has loaded
+  void uses_loads();  ///< and for matrices
   void reads(const void* at, size_t bytes);  ///< of shared memory
   void reads_matrix(const void* at);         ///< 16 bytes of one
   void writes(const void* at, size_t bytes);

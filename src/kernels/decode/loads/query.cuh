@@ -14,7 +14,8 @@ __device__ __forceinline__ u32 query_place(int at) {
   return kLayout.q + chunk / 8 * kQPanelBytes + swizzled(at / kQueryChunks, chunk % 8);
 }
 
-// A chunk of Q in memory: kQueryColumns columns of a row, of which the first `count` exist, and none if `count` is not positive.
+// A chunk of Q in memory: kQueryColumns columns of a row, of which the first `count` exist, and none if `count` is not
+// positive.
 // Codes are loaded as the numbers of f16 that they stand for.
 template <Element type>
 struct ChunkOf {

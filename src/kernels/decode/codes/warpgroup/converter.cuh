@@ -119,7 +119,7 @@ class KeyPart {
     const float inverse = __int_as_float(127 - exponent << 23);
     const float scale = !kScales ? 1 : kFuses && !is_finite(of_part) ? 0x1p-10f : scales_[of_part] * inverse;
     if constexpr (kFuses) {
-      // (u - bias) * scale of u 2^-24. With a zero point u becomes code 2^-10 first, so that the number is rounded once.
+      // (u - bias) * scale of u 2^-24. With a zero point u becomes code 2^-10 first: the number is rounded once.
       using Times = typename Numbers::Times;
       constexpr float kMinusBias = Codes<kType>::kBias * -0x1p-10f;
       const u32 factor = kZeroPoints ? 0x74007400 : twice(scale * 0x1p24f);  // 2^14
