@@ -22,13 +22,20 @@ class Spills : public OnFakeGpu {
     namespace fs = std::filesystem;
     const fs::path folder = fs::temp_directory_path() / fmt::format("fulgur_spills_{}", getpid());
     fs::copy(FULGUR_KERNELS, folder, fs::copy_options::recursive);
-    std::ofstream(folder / "sm90/forward/forward.cu", std::ios::app)
-        << "extern \"C\" __global__ void __launch_bounds__(1024, 2) spilling(volatile float* x) {\n"
-           "  if (kConsumers != 3) return;\n"
-           "  float y[128];\n"
-           "  for (int i = 0; i < 128; ++i) y[i] = x[i];\n"
-           "  for (int i = 0; i < 128; ++i) x[i] = y[i] + y[127 - i];\n"
-           "}\n";
+    const auto spill = [&](const char* file, const char* condition) {
+      std::ofstream(folder / file, std::ios::app)
+          << "extern \"C\" __global__ void __launch_bounds__(1024, 2) spilling(volatile float* x) "
+             "{\n"
+             "  if (!("
+          << condition
+          << ")) return;\n"
+             "  float y[128];\n"
+             "  for (int i = 0; i < 128; ++i) y[i] = x[i];\n"
+             "  for (int i = 0; i < 128; ++i) x[i] = y[i] + y[127 - i];\n"
+             "}\n";
+    };
+    spill("sm90/forward/forward.cu", "kConsumers == 3");
+    spill("decode/decode_codes_warpgroup.cu", "true");
     setenv("FULGUR_KERNEL_DIR", folder.c_str(), 1);
   }
   static void TearDownTestSuite() { std::filesystem::remove_all(getenv("FULGUR_KERNEL_DIR")); }
@@ -59,6 +66,15 @@ TEST_F(Spills, ThereMayBeNoBetterTile) {
   const ForwardCall call = forward_call({.batch = 8, .sq = 4096, .sk = 4096, .d = 32});
   const Details details = fulgur::plan(call.args, call.options).details();
   EXPECT_TRUE(details.get<std::string>("kernel_defect").starts_with("spills "));
+}
+
+// Nor is another kernel taken that is far slower than a spill is: here on keys converted first.
+TEST_F(Spills, MuchSlowerKernelsAreNoBetter) {
+  ForwardCall call = forward_call({.batch = 64, .sq = 8, .sk = 8192, .hq = 32, .hk = 8});
+  call.args.k.dtype = call.args.v.dtype = DType::kInt8;
+  const Details details = fulgur::plan(call.args, call.options).details();
+  EXPECT_FALSE(details.has("converted"));
+  EXPECT_TRUE(details.has("kernel_defect"));
 }
 
 }  // namespace
