@@ -224,14 +224,16 @@ def decode_codes(report):
 
     def line(r):
         bf16 = r["us"]["bf16"]
+        cells = [f"{us:.1f} ({bf16 / us:.2f})" if us else "" for us in (r["us"].get(name) for name in names)]
         return [r["batch"], length(r["keys"]), pair(r["heads"], r["kv_heads"]), r["d"], r["queries"], r["page"] or "",
-                f"{bf16:.1f}", *(f"{us:.1f} ({bf16 / us:.2f})" for us in (r["us"][name] for name in names))]
+                f"{bf16:.1f}", *cells]
 
     return [
         "## Decode, low-bit caches",
         "",
         "Queries of bf16 and caches of codes, with scales of each sequence and kv head, of each token and kv head, or"
-        " of so many columns of one (f16); microseconds, and in brackets the time of bf16 over theirs.",
+        " of so many columns of one (f16); microseconds, and in brackets the time of bf16 over theirs. What was not"
+        " measured with the plan that is made now has no entry.",
         "",
         *lines_of(["batch", "keys", "heads", "d", "queries", "page", "bf16", *names], [line(r) for r in rows]),
     ]
