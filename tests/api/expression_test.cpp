@@ -3,16 +3,13 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <deque>
 #include <limits>
 #include <string>
-#include <thread>
 #include <vector>
 
 #include "cached.h"
-#include "engine_memory.h"
 #include "engines.h"
 #include "expression/graph.h"
 #include "oracle.h"
@@ -32,46 +29,8 @@ class Expressions : public EveryEngine {
   bool on_cuda() const { return engine() == "cuda"; }
   /// What it computes with the most digits.
   DType dtype() const { return precise() ? DType::kF64 : on_cuda() ? DType::kBF16 : DType::kF32; }
-  /// Cases 0 to `count` - 1, of which a GPU's kernels take seconds to compile: all are planned
-  /// first, in threads.
-  template <class Case>
-  void each_of(size_t count, const Case& compute) {
-    if (on_cuda()) {
-      planning_ = true;
-      std::atomic<size_t> next = 0;
-      const auto work = [&] {
-        for (size_t i = next++; i < count; i = next++) compute(i);
-      };
-      std::vector<std::jthread> threads(std::thread::hardware_concurrency());
-      for (std::jthread& thread : threads) thread = std::jthread(work);
-      threads.clear();
-      planning_ = false;
-    }
-    for (size_t i = 0; i < count; ++i) compute(i);
-  }
-  /// Both passes of some workloads; false where the engine refuses one, or cases are planned.
-  bool all_run(std::initializer_list<Workload*> workloads) {
-    if (planning_) {
-      for (Workload* w : workloads) plan_passes(*w);
-      return false;
-    }
-    return std::ranges::all_of(workloads, [&](Workload* w) { return runs(*w); });
-  }
   void compute_case(size_t i, uint64_t seed);
   void compare_with_all_looked_at(size_t i, uint64_t seed);
-
- private:
-  /// Both passes; an error is left to the run.
-  static void plan_passes(const Workload& w) {
-    const auto plan_of = [&](const auto& pass) {
-      EngineMemory memory(w.options.engine);
-      status_of([&] { plan(memory.at(pass), memory.options(pass, w.options)); });
-    };
-    plan_of(w.forward);
-    plan_of(w.backward);
-  }
-
-  bool planning_ = false;
 };
 
 /// Tensors that random expressions index, and their memory.
@@ -156,7 +115,7 @@ void Expressions::compute_case(size_t i, uint64_t seed) {
   }
   w.forward.tensors = w.backward.tensors = tensors.of({w.options.score_mod, w.options.mask_mod});
   SCOPED_TRACE(c.name() + " " + w.options.score_mod.text() + " | " + w.options.mask_mod.text());
-  if (!all_run({&w})) return;
+  if (!runs(w)) return;
   const Expected e = expect(w);
   EXPECT_TRUE(forward_is_right(w, e));
   EXPECT_TRUE(backward_is_right(w, e));
@@ -178,7 +137,7 @@ void Expressions::compute_case(size_t i, uint64_t seed) {
 }
 
 TEST_P(Expressions, EveryOption) {
-  each_of(36, [&](size_t i) { compute_case(i, test_seed()); });
+  for (size_t i = 0; i < 36; ++i) compute_case(i, test_seed());
 }
 
 // Some of these cases, for engines that take long.
@@ -365,7 +324,7 @@ void Expressions::compare_with_all_looked_at(size_t i, uint64_t seed) {
     mapped.score_value = [](const ScorePlace& p) { return 3 * std::tanh(p.score / 3); };
   mapped.mask_value = mask.value;
   SCOPED_TRACE(c.name() + " " + mask.expr.text());
-  if (!all_run({&mapped, &looked_at})) return;
+  if (!runs(mapped) || !runs(looked_at)) return;
   const Expected expected = expect(mapped);
   EXPECT_TRUE(forward_is_right(mapped, expected));
   EXPECT_TRUE(backward_is_right(mapped, expected));
@@ -377,7 +336,7 @@ void Expressions::compare_with_all_looked_at(size_t i, uint64_t seed) {
 }
 
 TEST_P(Expressions, MapsOfTilesChangeNoBits) {
-  each_of(5, [&](size_t i) { compare_with_all_looked_at(i, test_seed()); });
+  for (size_t i = 0; i < 5; ++i) compare_with_all_looked_at(i, test_seed());
 }
 
 // One of these, for engines that take long.

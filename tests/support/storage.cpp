@@ -6,7 +6,6 @@
 #include <cstring>
 #include <limits>
 #include <map>
-#include <mutex>
 #include <numbers>
 #include <numeric>
 
@@ -93,14 +92,10 @@ void for_each_element(const ConstTensor& tensor, Body body) {
   }
 }
 
-// Every Storage there is, by its first byte. Threads may make some at the same time.
-struct Storages {
-  std::mutex mutex;
-  std::map<const std::byte*, Storage*> all;
-};
-Storages& storages() {
-  static Storages storages;
-  return storages;
+// Every Storage there is, by its first byte.
+std::map<const std::byte*, Storage*>& storages() {
+  static std::map<const std::byte*, Storage*> all;
+  return all;
 }
 
 }  // namespace
@@ -201,19 +196,14 @@ Storage::Storage(DType dtype, int64_t elements)
       bytes_(static_cast<size_t>(elements_ * size_of(dtype))),
       in_view_(static_cast<size_t>(elements_)) {
   poison();
-  const std::scoped_lock lock(storages().mutex);
-  storages().all.emplace(bytes_.data(), this);
+  storages().emplace(bytes_.data(), this);
 }
 
-Storage::~Storage() {
-  const std::scoped_lock lock(storages().mutex);
-  storages().all.erase(bytes_.data());
-}
+Storage::~Storage() { storages().erase(bytes_.data()); }
 
 Storage* Storage::around(const void* data) {
-  const std::scoped_lock lock(storages().mutex);
-  const auto after = storages().all.upper_bound(static_cast<const std::byte*>(data));
-  if (after == storages().all.begin()) return nullptr;
+  const auto after = storages().upper_bound(static_cast<const std::byte*>(data));
+  if (after == storages().begin()) return nullptr;
   Storage* const storage = std::prev(after)->second;
   const std::span<std::byte> bytes = storage->bytes();
   return data < bytes.data() + bytes.size() ? storage : nullptr;
