@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <deque>
 #include <limits>
+#include <ostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -41,6 +42,10 @@ class CachedCall {
     bool zero_point = false;
     DType scale = DType::kF32;
     int64_t group = 32;
+
+    friend std::ostream& operator<<(std::ostream& out, const Keys& keys) {
+      return out << name_of(keys.format) << " " << static_cast<int>(keys.kind) << keys.zero_point;
+    }
   };
 
   CachedCall(const Case& c, DType dtype, uint64_t seed) : w(c, seed), random_(seed), dtype_(dtype) {
@@ -431,11 +436,8 @@ class LowBitCaches : public EveryEngine {
   // A call over K and V of codes, in pages or not (0), is right and writes its results alone.
   void is_attended(const Case& c, DType dtype, int64_t page, const CachedCall::Keys& k,
                    const CachedCall::Keys& v) {
-    SCOPED_TRACE(testing::Message()
-                 << "seed " << test_seed() << " " << c.name() << " page " << page << " "
-                 << name_of(dtype) << " over " << name_of(k.format) << " "
-                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
-                 << static_cast<int>(v.kind) << v.zero_point);
+    SCOPED_TRACE(testing::Message() << "seed " << test_seed() << " " << c.name() << " page " << page
+                                    << " " << name_of(dtype) << " over " << k << " " << v);
     CachedCall call(c, dtype, random_());
     call.set_k(k);
     call.set_v(v);
@@ -694,9 +696,7 @@ TEST_P(LowBitCaches, OfPrompts) {
     }
     SCOPED_TRACE(testing::Message()
                  << "seed " << test_seed() << " draw " << draw << " " << c.name() << " "
-                 << name_of(dtype) << " over " << name_of(k.format) << " "
-                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
-                 << static_cast<int>(v.kind) << v.zero_point << " cache " << cached
+                 << name_of(dtype) << " over " << k << " " << v << " cache " << cached
                  << static_cast<int>(index) << " page " << page << " pad " << pad);
     CachedCall call(c, dtype, random_());
     call.set_k(k);
@@ -785,9 +785,7 @@ TEST_P(LowBitCaches, InvariantToTheBatch) {
     const CachedCall::Keys k = keys_of(format()), v = keys_of(format());
     SCOPED_TRACE(testing::Message()
                  << "seed " << test_seed() << " draw " << draw << " " << c.name() << " page "
-                 << page << " " << name_of(dtype) << " over " << name_of(k.format) << " "
-                 << static_cast<int>(k.kind) << k.zero_point << " " << name_of(v.format) << " "
-                 << static_cast<int>(v.kind) << v.zero_point);
+                 << page << " " << name_of(dtype) << " over " << k << " " << v);
     CachedCall call(c, dtype, random_());
     call.set_k(k);
     call.set_v(v);

@@ -131,7 +131,7 @@ kernels::Operands operands_of(const KernelKey& key) {
   return {element_of(types.q), element_of(types.k), element_of(types.v), element_of(types.out)};
 }
 
-bool is_wide(const OperandTypes& dtypes) {
+bool exceeds_16_bits(const OperandTypes& dtypes) {
   return dtypes.q == DType::kF32 || dtypes.q == DType::kF64;
 }
 

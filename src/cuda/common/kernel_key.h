@@ -110,7 +110,7 @@ kernels::Operands operands_of(const KernelKey& key);
 
 /// Whether q has more than 16 bits: of such calls, kernels by mma.sync alone compute some, those of
 /// f32.
-bool is_wide(const OperandTypes& dtypes);
+bool exceeds_16_bits(const OperandTypes& dtypes);
 
 /// Why no kernel computes operands of these dtypes; empty if one may. `takes_f32`: kernels of a
 /// family that computes f32, too.

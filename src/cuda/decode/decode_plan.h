@@ -119,7 +119,7 @@ struct DecodePlan : DecodeKey {
     return {has_wgmma() ? "sm90_decode" : "portable_decode", block_rows(), block_keys};
   }
   /// Whether the warpgroup path computes the call on the card: wgmma multiplies no f32.
-  bool has_wgmma() const { return features_of(card.target).has_wgmma && !is_wide(dtypes); }
+  bool has_wgmma() const { return features_of(card.target).has_wgmma && !exceeds_16_bits(dtypes); }
   int block_rows() const { return 16 * warps_per_group; }  ///< Br
   /// Whether it is decode_warpgroup.cu's (wgmma); else decode_warp.cu's or decode_codes.cu's
   /// (mma.sync).

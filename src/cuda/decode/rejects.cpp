@@ -47,7 +47,7 @@ std::string operands_rejected(const Problem& p) {
 
 std::string decode_rejects(const Problem& p) {
   std::string why = decode_rejects_few(p);
-  if (why.empty() && p.invariant && is_wide(p.dtypes))
+  if (why.empty() && p.invariant && exceeds_16_bits(p.dtypes))
     return "splits keys of f32, which `invariant` forbids here";
   if (why.empty()) why = left_to_forward(p);
   if (!why.empty() || !rows_decide(p) || deciding_queries(p) <= few_queries(p)) return why;

@@ -19,7 +19,7 @@ namespace fulgur::cuda {
 
 const Architecture& architecture_of(const Target& target) {
   static const ConvertedFamily kHopperConverted(sm90::forward_family());
-  static const ConvertedFamily kHopperConvertedWide(portable::forward_family_for_hopper());
+  static const ConvertedFamily kHopperConvertedF32(portable::forward_family_for_hopper());
   static const ConvertedFamily kHopperConvertedDecode(decode::hopper_family(), /*f32_alone=*/true);
   static const ConvertedFamily kPortableConverted(portable::forward_family());
   static const ConvertedFamily kPortableConvertedDecode(decode::portable_family(),
@@ -30,7 +30,7 @@ const Architecture& architecture_of(const Target& target) {
       &decode::hopper_family(),
       &sm90::invariant_by_rows_family(),
       &kHopperConverted,
-      &kHopperConvertedWide,
+      &kHopperConvertedF32,
       &kHopperConvertedDecode,
       &sm90::backward_family(),
       &portable::backward_family_for_hopper(),

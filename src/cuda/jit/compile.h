@@ -27,11 +27,11 @@ struct KernelUse {
 /// portable backward pass of d 256 was 1.3 to 1.8 times as fast as the next tile without spills.
 /// The maximum of all backward kernels for 8.0 to 10.0 is 136 (notes/backward.md).
 inline constexpr int kFewSpilledBytes = 144;
-/// The same for decode kernels that read several heads together. Nearly all of their spills are
-/// outside of the loops over keys: q4_0 of 64 columns takes 98 us with 144 to 308 bytes, 105 us
-/// with tiles of fewer keys, and 123 us with fewer warps and no spills (notes/decode.md). So it is
-/// with those of f32 above d 128.
-inline constexpr int kFewSpilledBytesOfHeads = 384;
+/// The same for decode kernels that spill outside of their loops over keys: those that read several
+/// heads together, where q4_0 of 64 columns takes 98 us with 144 to 308 bytes, 105 us with tiles of
+/// fewer keys, and 123 us with fewer warps and no spills (notes/decode.md), and those of f32 above
+/// d 128.
+inline constexpr int kSpilledBytesOutsideOfLoops = 384;
 
 /// The defect of a kernel by the compiler's log: more spilled registers than `few_spilled_bytes`,
 /// or serialized products of the tensor cores. Empty if there is none, and for PTX, whose registers

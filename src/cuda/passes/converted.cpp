@@ -266,7 +266,7 @@ KernelUse convert_kernel(const OperandTypes& dtypes) {
 
 bool ConvertedFamily::is_for(const Problem& p) const {
   return p.pass == Pass::kForward && (is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v)) &&
-         (is_wide(p.dtypes) || !f32_alone_) && forward_.is_for(converted(p));
+         (exceeds_16_bits(p.dtypes) || !f32_alone_) && forward_.is_for(converted(p));
 }
 
 std::string ConvertedFamily::rejects(const Problem& p) const {
@@ -278,7 +278,7 @@ std::string ConvertedFamily::rejects(const Problem& p) const {
   if (keys_of(p) >= kMaxRows)
     return fmt::format("converts less than {} keys of codes, got {}", kMaxRows, keys_of(p));
   const int64_t bytes = places_of(p, 0).converted_bytes;
-  if (bytes > kMaxBytes && !is_wide(p.dtypes))
+  if (bytes > kMaxBytes && !exceeds_16_bits(p.dtypes))
     return fmt::format("converts k and v of codes to up to {} bytes, got {}", kMaxBytes, bytes);
   return forward_.rejects(converted(p));
 }

@@ -111,7 +111,7 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
 const Family& backward_family_for_hopper() {
   static const PlannedFamily<BackwardCandidate> kFamily(
       [](const Problem& p) {
-        const bool others = p.expressions.given() || is_wide(p.dtypes);
+        const bool others = p.expressions.given() || exceeds_16_bits(p.dtypes);
         return p.pass == Pass::kBackward && others;
       },
       backward_rejects, backward_candidates);

@@ -60,7 +60,7 @@ const Family& forward_family() {
 
 const Family& forward_family_for_hopper() {
   static const PlannedFamily<ForwardCandidate> kFamily(
-      [](const Problem& p) { return p.pass == Pass::kForward && is_wide(p.dtypes); },
+      [](const Problem& p) { return p.pass == Pass::kForward && exceeds_16_bits(p.dtypes); },
       forward_rejects, forward_candidates);
   return kFamily;
 }

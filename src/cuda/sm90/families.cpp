@@ -22,13 +22,14 @@ namespace {
 
 /// Whether one kernel computes all sequences of a forward pass.
 bool takes_one(const Problem& p) {
-  return p.pass == Pass::kForward && !is_wide(p.dtypes) && !takes_both(p);
+  return p.pass == Pass::kForward && !exceeds_16_bits(p.dtypes) && !takes_both(p);
 }
 
 /// Whether it is a backward pass of this family. Here tensors of expressions have no gradients, and
 /// derivatives of scores have 16 bits: those of a user's score_mod need the range of bf16.
 bool is_backward(const Problem& p) {
-  return p.pass == Pass::kBackward && !is_wide(p.dtypes) && !p.expressions.wants_gradients() &&
+  return p.pass == Pass::kBackward && !exceeds_16_bits(p.dtypes) &&
+         !p.expressions.wants_gradients() &&
          (p.dtypes.out == DType::kBF16 || !DeviceExpressions(p).has_slope());
 }
 
@@ -91,7 +92,7 @@ class ByRowsCandidate final : public Candidate {
 class InvariantByRows final : public Family {
  public:
   bool is_for(const Problem& p) const override {
-    return p.pass == Pass::kForward && !is_wide(p.dtypes) && takes_both(p);
+    return p.pass == Pass::kForward && !exceeds_16_bits(p.dtypes) && takes_both(p);
   }
   std::string rejects(const Problem& problem) const override {
     const std::string why = forward_rejects(problem);
