@@ -146,15 +146,18 @@ std::string dtypes_rejected(const OperandTypes& dtypes, bool takes_f32) {
   return {};
 }
 
-std::string dims_rejected(const Problem& p) {
-  if (p.d > kMaxDim || p.dv > kMaxDim) {
-    return fmt::format("computes d and dv up to {}, got {} and {}", kMaxDim, p.d, p.dv);
-  }
-  return {};
+bool has_wide_heads(const Problem& p) { return p.d > kMaxDim || p.dv > kMaxDim; }
+
+std::string dims_rejected(const Problem& p, const HeadDims& max) {
+  if (p.d <= max.d && p.dv <= max.dv) return {};
+  const std::string up_to = max.d == max.dv
+                                ? fmt::format("d and dv up to {}", max.d)
+                                : fmt::format("d up to {} and dv up to {}", max.d, max.dv);
+  return fmt::format("computes {}, got {} and {}", up_to, p.d, p.dv);
 }
 
-std::string sizes_rejected(const Problem& p) {
-  if (std::string why = dims_rejected(p); !why.empty()) return why;
+std::string sizes_rejected(const Problem& p, const HeadDims& max) {
+  if (std::string why = dims_rejected(p, max); !why.empty()) return why;
   if (std::max(p.sq, p.sk) >= kMaxRows) {
     return fmt::format("computes sequences of less than 2^29 rows, got {} of q and {} of k", p.sq,
                        p.sk);

@@ -17,8 +17,14 @@ namespace fulgur::cuda {
 
 // What the plans of all attention kernels have in common.
 
-/// Maximum of d and dv, and of rows of a sequence, which kernels count with ints.
+/// Head dims of a call.
+struct HeadDims {
+  int64_t d = 0, dv = 0;
+};
+/// The maximum of d and dv of kernels whose warps hold whole rows of O, and of those made for wide
+/// heads; and of rows of a sequence, which kernels count with ints.
 inline constexpr int kMaxDim = 256;
+inline constexpr HeadDims kMaxDims{kMaxDim, kMaxDim}, kMaxWideDims{576, 512};
 inline constexpr int64_t kMaxRows = int64_t{1} << 29;
 
 /// The element type of kernels for a dtype.
@@ -116,11 +122,13 @@ bool exceeds_16_bits(const OperandTypes& dtypes);
 /// family that computes f32, too.
 std::string dtypes_rejected(const OperandTypes& dtypes, bool takes_f32 = false);
 
-/// Why no kernel computes heads of d and dv columns; empty if one may.
-std::string dims_rejected(const Problem& problem);
-/// Why no kernel computes these heads in sequences of so many rows, which most kernels count with
-/// ints; empty if one may.
-std::string sizes_rejected(const Problem& problem);
+/// Whether heads are too wide for kernels whose warps hold whole rows of O.
+bool has_wide_heads(const Problem& problem);
+/// Why kernels of heads up to `max` do not compute those of a problem; empty if they may.
+std::string dims_rejected(const Problem& problem, const HeadDims& max = kMaxDims);
+/// Why they do not compute these heads in sequences of so many rows, which most kernels count with
+/// ints; empty if they may.
+std::string sizes_rejected(const Problem& problem, const HeadDims& max = kMaxDims);
 
 /// Why no kernel computes quantized operands with these formats; empty if one may.
 std::string codes_rejected(const Problem& problem);
