@@ -32,7 +32,8 @@ ATTENTION_KERNEL = [*KERNEL, "kernels/attention"]
 SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 SM90_FORWARD = [*SM90_KERNEL, "kernels/sm90/forward", "kernels/sm90/forward/maps"]
 DECODE_KERNEL = [*SM90_KERNEL, "kernels/common",
-                 *(f"kernels/decode{part}" for part in ("", "/codes", "/codes/warpgroup", "/loads", "/schedule"))]
+                 *(f"kernels/decode{part}"
+                   for part in ("", "/codes", "/codes/warpgroup", "/loads", "/schedule", "/wide"))]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
@@ -89,6 +90,7 @@ FOLDERS = {
     "kernels/decode/codes/warpgroup": DECODE_KERNEL,
     "kernels/decode/loads": DECODE_KERNEL,
     "kernels/decode/schedule": DECODE_KERNEL,
+    "kernels/decode/wide": DECODE_KERNEL,
 }
 
 

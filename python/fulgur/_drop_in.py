@@ -26,14 +26,6 @@ def want_int32(**tensors):
             raise ValueError(f"{name}: got {str(x.dtype).removeprefix('torch.')}, want int32")
 
 
-def refuse_wide(v):
-    """Raises where v is wider than fulgur's kernels for GPUs; upstream takes 512 columns, too."""
-    if getattr(v, "is_cuda", False) and v.shape[-1] > 256:
-        raise NotImplementedError(
-            f"headdim_v: fulgur's kernels for GPUs have up to 256, got v with {v.shape[-1]}"
-        )
-
-
 def _side(side):
     """A side of a window as an integer, which torch.compile may know by a symbol alone."""
     if side is None:
@@ -151,7 +143,6 @@ def with_kvcache(
 ):  # fmt: skip
     """(out, lse) of queries and a cache, to which new keys and values are added first; nothing is
     recorded. Errors have the names of flash_attn_with_kvcache."""
-    refuse_wide(v_cache)
     want_tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if (k is None) != (v is None):
         raise ValueError("k, v: got only one of them, want both or none")

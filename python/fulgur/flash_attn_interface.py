@@ -10,7 +10,7 @@ bfloat16 then, as upstream's, and has no gradient.
 import torch
 
 from fulgur import _drop_in
-from fulgur._drop_in import longest, refuse, refuse_wide, sides, want_int32, want_parts, without_gradient
+from fulgur._drop_in import longest, refuse, sides, want_int32, want_parts, without_gradient
 from fulgur._names import OPTIONS, PRIVATE, named
 from fulgur.torch import attention
 from fulgur.torch._tensors import has_codes, whole_rows
@@ -23,7 +23,6 @@ def _attention(
     return_attn_probs, qv, descales, **packed,
 ):  # fmt: skip
     refuse(qv=qv)
-    refuse_wide(v)
     options = dict(
         scale=softmax_scale, causal=causal, window=sides(window_size), chunk=attention_chunk,
         softcap=softcap, return_lse=True, **packed,
@@ -212,7 +211,6 @@ def _flash_attn_forward(
             cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q, **options,
         )  # fmt: skip
     else:
-        refuse_wide(v)
         out, lse = named(
             PRIVATE, attention, q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, return_lse=True,
             **_lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k), **options,

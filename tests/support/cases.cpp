@@ -368,6 +368,54 @@ std::vector<Case> top_left_cases() {
   return cases;
 }
 
+// Heads wider than 256 columns: of Gemma 4, of absorbed MLA, and of widths that no tile divides, with
+// few rows of a kv head and many.
+std::vector<Case> wide_cases() {
+  constexpr Pair kWideDims[] = {{512, 512}, {576, 512}, {320, 320}, {257, 260},
+                                {40, 288},  {512, 64},  {576, 72},  {500, 129}};
+  constexpr Pair kWideLengths[] = {{1, 333}, {65, 333}, {2, 127},  {127, 65}, {4, 1024},
+                                   {64, 64}, {333, 64}, {70, 200}, {0, 7},    {7, 0}};
+  constexpr Pair kWideHeads[] = {{16, 1}, {2, 2}, {4, 1}, {32, 1}, {6, 2}, {3, 1}};
+  const Mask kWideMasks[] = {causal(),      full(),        window(40, 0),
+                             window(9, 20), window(0, 70), chunked(50, causal()),
+                             causal(),      chunked(30),   top_left(causal())};
+  std::vector<Case> cases;
+  for (size_t i = 0; i < 40; ++i) {
+    Case c;
+    c.dtype = i % 10 == 9 ? DType::kF32 : i % 3 == 1 ? DType::kF16 : DType::kBF16;
+    c.batch = kBatches[i % 3];
+    std::tie(c.d, c.dv) = kWideDims[(i + i / 10) % std::size(kWideDims)];
+    std::tie(c.sq, c.sk) = kWideLengths[i % std::size(kWideLengths)];
+    std::tie(c.hq, c.hk) = kWideHeads[(i + i / 6) % std::size(kWideHeads)];
+    c.mask = kWideMasks[i % std::size(kWideMasks)];
+    c.layout = kLayouts[i % 5 == 2 ? 0 : (i + i / 6) % std::size(kLayouts)];
+    if (c.layout == Layout::kQkv) c.layout = Layout::kBshd;
+    c.softcap = i % 7 == 3 ? 2 : 0;
+    c.alibi = i % 5 == 4 ? Alibi::kHeads : Alibi::kNone;
+    c.dropout = i % 19 == 12 ? 0.25 : 0;
+    c.seqused_q = i % 5 == 2;
+    c.seqused = i % 4 == 1;
+    c.dlse = i % 2 == 1;
+    c.sinks = i % 6 == 2;
+    cases.push_back(c);
+  }
+  // Drafts of a model with absorbed MLA: 32 rows of a kv head, and 112.
+  for (const int64_t hq : {4, 16}) {
+    cases.push_back({.dtype = DType::kBF16,
+                     .batch = 2,
+                     .sq = 7,
+                     .sk = 200,
+                     .hq = hq,
+                     .hk = 1,
+                     .d = 576,
+                     .dv = 512,
+                     .mask = hq == 4 ? causal() : full(),
+                     .seqused = true,
+                     .tree = Tree::kAncestors});
+  }
+  return cases;
+}
+
 std::vector<Case> select(bool small) {
   std::vector<Case> selected;
   int cheap = 0;
@@ -439,6 +487,7 @@ std::vector<Case> all_cases() {
   for (const Case& c : tree_cases()) cases.push_back(c);
   for (const Case& c : chunk_cases()) cases.push_back(c);
   for (const Case& c : top_left_cases()) cases.push_back(c);
+  for (const Case& c : wide_cases()) cases.push_back(c);
   return cases;
 }
 

@@ -48,6 +48,8 @@ bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& proble
     return p.batch <= kernels::kFillSequences && q_blocks < tile.grid &&
            p.sk > kernels::chunk_keys(tile.block_keys);
   }
+  // On the wide path no warp is there to request q blocks while others compute.
+  if (schedule == DecodeSchedule::kDynamic && tile.is_wide()) return false;
   // With a q block for each CTA there is nothing to request, and Dynamic's kernel cannot append.
   const bool requests = p.batch <= kernels::kDynamicSequences && q_blocks > tile.grid;
   const bool has_mbarriers = features_of(tile.card.target).has_tma;

@@ -134,7 +134,9 @@ class DecodeCost {
   }
 
   /// Warp groups combine O through shared memory.
-  double exchange() const { return kRowOfO[path()] * plan_.tile_rows * columns() / warps(); }
+  double exchange() const {
+    return plan_.is_wide() ? 0 : kRowOfO[path()] * plan_.tile_rows * columns() / warps();
+  }
   double start() const {
     return kStart[path()] + exchange() + (plan_.page > 0 && plan_.residents == 1 ? kPageIds : 0);
   }
@@ -202,6 +204,7 @@ class DecodeCost {
   double combining_by_cta(int splits) const {
     // The rows and splits that a warp loads at a time.
     int rows = plan_.heads > 1 ? 1 : plan_.warps_per_group, splits_at_once = rows == 1 ? 20 : 8;
+    if (plan_.is_wide()) rows = 2;
     if (plan_.warpgroup_path()) {
       rows = splits <= 2 ? 8 : 4;
       splits_at_once = splits <= 2 ? 2 : 4;

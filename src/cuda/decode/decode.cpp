@@ -13,6 +13,7 @@ namespace fulgur::cuda::decode {
 namespace {
 
 const char* source_of(const DecodePlan& plan) {
+  if (plan.is_wide()) return "decode/wide/decode_wide.cu";
   if (plan.converts_in_registers()) return "decode/decode_codes_warpgroup.cu";
   if (plan.warpgroup_path()) return "decode/decode_warpgroup.cu";
   return plan.has_codes() ? "decode/decode_codes.cu" : "decode/decode_warp.cu";
@@ -33,7 +34,7 @@ KernelUse decode_kernel(const DecodePlan& plan) {
 /// that plans share it.
 KernelUse combine_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
-  key.head_dim = key.value_dim;
+  if (!plan.is_wide()) key.head_dim = key.value_dim;
   key.transforms_scores = key.softcap = key.alibi = false;
   key.bias = 0;
   key.score_mod = key.mask_mod = key.score_mod_slope = false;

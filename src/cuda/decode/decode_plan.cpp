@@ -133,7 +133,9 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
       key.k_stages,
       key.v_stages,
       key.code_stages,
-      key.convert_warps};
+      key.convert_warps,
+      key.column_shares,
+      key.warp_strips};
 }
 
 ForwardShapes decode_shapes(const Problem& p, int box_keys) {
@@ -287,7 +289,7 @@ bool DecodePlan::converts_long() const {
 
 bool DecodePlan::has_combine_kernel() const {
   return schedule == DecodeSchedule::kInvariantSplits ||
-         (schedule == DecodeSchedule::kSplitToFill && warpgroup_path());
+         (schedule == DecodeSchedule::kSplitToFill && (warpgroup_path() || is_wide()));
 }
 
 bool DecodePlan::counts_splits() const {
@@ -295,7 +297,7 @@ bool DecodePlan::counts_splits() const {
 }
 
 int DecodePlan::combine_warps() const {
-  return schedule == DecodeSchedule::kSplitToFill && !converts_in_registers()
+  return schedule == DecodeSchedule::kSplitToFill && warpgroup_path() && !converts_in_registers()
              ? warps_per_group * ceil_div(value_dim / 8, combine_eights)
              : split_rows;
 }
@@ -327,6 +329,7 @@ std::string not_fused(const Problem& p, const DecodePlan& plan) {
   }
   if (plan.has_codes()) return "its caches hold codes, which the kernel of append makes";
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
+  if (plan.is_wide()) return "the wide path has no registers for it";
   if (plan.schedule == DecodeSchedule::kDynamic) {
     return "its CTAs request q blocks from a dynamic scheduler, and must know before which rows "
            "they write";
@@ -372,6 +375,7 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
   e.details.add("heads", plan.heads);
   e.details.add("warp_groups", plan.warp_groups);
   e.details.add("warps_per_group", plan.warps_per_group);
+  e.details.add("column_shares", plan.column_shares);
   e.details.add("k_stages", plan.k_stages);
   e.details.add("v_stages", plan.v_stages);
   e.details.add("tma", plan.box_keys > 0);
@@ -388,15 +392,23 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
                   "{} warps take {} keys (Bc) at a time, d {} and dv {} as computed",
                   plan.block_rows(), plan.warp_groups, plan.warps_per_group, plan.block_keys,
                   plan.head_dim, plan.value_dim));
-  say(fmt::format("{} buffers of K and {} of V for each, {}: {} bytes of shared memory",
-                  plan.k_stages, plan.v_stages,
-                  plan.code_stages > 0
-                      ? fmt::format("which other warps convert from {} of codes{}",
-                                    plan.code_stages, plan.box_keys > 0 ? ", which TMA fills" : "")
-                  : plan.box_keys > 0
-                      ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
-                      : "whose rows cp.async copies",
-                  plan.shared_bytes));
+  if (plan.is_wide()) {
+    say(fmt::format(
+        "{} warps share rows, each with {} columns of O; {} buffers of chunks of K and V, "
+        "whose rows cp.async copies: {} bytes of shared memory",
+        plan.column_shares, kernels::columns_of_share(decode_tile(plan)), plan.k_stages,
+        plan.shared_bytes));
+  } else {
+    say(fmt::format(
+        "{} buffers of K and {} of V for each, {}: {} bytes of shared memory", plan.k_stages,
+        plan.v_stages,
+        plan.code_stages > 0
+            ? fmt::format("which other warps convert from {} of codes{}", plan.code_stages,
+                          plan.box_keys > 0 ? ", which TMA fills" : "")
+        : plan.box_keys > 0 ? fmt::format("which TMA fills with {} keys at once", plan.box_keys)
+                            : "whose rows cp.async copies",
+        plan.shared_bytes));
+  }
   say(fmt::format("{} CTAs compute {} q blocks, of the lengths that the call has when it runs: {}",
                   plan.grid, q_blocks, how_q_blocks_are_scheduled(plan, q_blocks)));
   say(fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}", microseconds,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -35,7 +36,9 @@ struct DecodeKey : AnyForwardKey {
   /// kernels::kMiddle; 0: there are no blocks.
   int k_piece = 0, v_piece = 0;
   int heads = 1;                   ///< kv heads that a CTA reads together, a warp for each
-  int warps_per_group = 0;         ///< of 16 rows each
+  int warps_per_group = 0;         ///< of 16 rows each, but on the wide path
+  int column_shares = 1;           ///< the wide path: warps that share rows, each with some columns
+  int warp_strips = 1;             ///< the wide path: times 16 rows that these have
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
   int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
@@ -75,6 +78,8 @@ struct DecodeKey : AnyForwardKey {
     f("kVPiece", v_piece);
     f("kHeads", heads);
     f("kWarpsPerGroup", warps_per_group);
+    f("kColumnShares", column_shares);
+    f("kWarpStrips", warp_strips);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
     f("kKStages", k_stages);
@@ -118,9 +123,14 @@ struct DecodePlan : DecodeKey {
   TileId tile() const {
     return {has_wgmma() ? "sm90_decode" : "portable_decode", block_rows(), block_keys};
   }
-  /// Whether the warpgroup path computes the call on the card: wgmma multiplies no f32.
-  bool has_wgmma() const { return features_of(card.target).has_wgmma && !exceeds_16_bits(dtypes); }
-  int block_rows() const { return 16 * warps_per_group; }  ///< Br
+  /// Whether the warpgroup path computes the call on the card: wgmma multiplies no f32, and its
+  /// warps hold whole rows of O.
+  bool has_wgmma() const {
+    return features_of(card.target).has_wgmma && !exceeds_16_bits(dtypes) && !is_wide();
+  }
+  /// Whether the wide path computes the call: a warp has no registers for a whole row of O.
+  bool is_wide() const { return std::max(head_dim, value_dim) > kMaxDim; }
+  int block_rows() const { return 16 * warp_strips * warps_per_group / column_shares; }  ///< Br
   /// Whether it is decode_warpgroup.cu's (wgmma); else decode_warp.cu's or decode_codes.cu's
   /// (mma.sync).
   bool warpgroup_path() const;

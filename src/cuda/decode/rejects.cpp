@@ -59,11 +59,18 @@ std::string decode_rejects(const Problem& p) {
 
 std::string decode_rejects_few(const Problem& p) {
   if (std::string why = operands_rejected(p); !why.empty()) return why;
-  if (std::string why = dims_rejected(p); !why.empty()) return why;
+  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
+  if (std::string why =
+          dims_rejected(p, codes || exceeds_16_bits(p.dtypes) ? kMaxDims : kMaxWideDims);
+      !why.empty())
+    return why;
+  if (has_wide_heads(p) && p.invariant) {
+    return fmt::format("computes d and dv above {} without `invariant`", kMaxDim);
+  }
   if (p.dropout_p > 0) return "computes without dropout";
   // Other rows are copied where no other kernel can take the call.
-  const bool codes = is_low_bit(p.dtypes.k) || is_low_bit(p.dtypes.v);
-  const bool others_take = !rows_decide(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;
+  const bool others_take =
+      !rows_decide(p) && !has_wide_heads(p) && !has_cache(p) && !p.has(Arg::kTreeMask) && !codes;
   for (const auto& [name, strides, dtype] :
        {std::tuple{"k", &p.k, p.dtypes.k}, std::tuple{"v", &p.v, p.dtypes.v}}) {
     if (const std::string why = not_whole(*strides, dtype); !why.empty() && others_take) {

@@ -284,6 +284,41 @@ DecodePlan of_heads(DecodePlan plan, const Problem& p, const Card& card, int hea
   return plan;
 }
 
+/// A plan with the tile of the wide path that has all rows of a kv head, else the largest.
+DecodePlan with_wide_tile(DecodePlan plan, const Problem& p, const Card& card) {
+  constexpr int kMinStages = 2, kMaxStages = 8;
+  struct Tile {
+    int rows, strips, shares, keys;
+  };
+  // Warps of 32 rows use what they load from shared memory for twice as many rows.
+  constexpr Tile kTiles[] = {{64, 2, 4, 64}, {32, 1, 4, 64}, {16, 1, 8, 128}};
+  const int64_t rows = rows_of_kv_head(p);
+  plan.warps_per_group = kMaxWarps;
+  plan.warp_groups = plan.residents = 1;
+  plan.grid = std::min(card.sms, int{kernels::kMaxSlices});
+  const auto fits = [&](int stages) {
+    plan.k_stages = plan.v_stages = stages;
+    plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
+    return plan.shared_bytes <= card.shared_bytes;
+  };
+  for (const Tile& tile : kTiles) {
+    // Words of a tree mask have the bits of 64 keys. They, and windows of transformed scores, leave
+    // no registers for 32 rows.
+    if (plan.tree && tile.keys > 64) continue;
+    if (tile.strips > 1 && (plan.tree || (plan.transforms_scores && plan.has_left))) continue;
+    const bool last = tile.rows == (plan.tree ? 32 : 16);
+    if (rows <= tile.rows / 2 && !last) continue;
+    plan.warp_strips = tile.strips;
+    plan.column_shares = tile.shares;
+    plan.block_keys = tile.keys;
+    plan.tile_rows = tile.rows;
+    int stages = std::min(kMaxStages, kernels::chunks_of_wide_tile(decode_tile(plan)));
+    while (stages > kMinStages && !fits(stages)) --stages;
+    if (fits(stages) || last) break;
+  }
+  return plan;
+}
+
 }  // namespace
 
 DecodePlan with_tile(DecodePlan plan, const Problem& p, const Card& card, int warps,
@@ -323,6 +358,7 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   const auto add = [&](int warps, int residents = 1) {
     tiles.push_back(with_tile(common, p, card, warps, residents));
   };
+  if (common.is_wide()) return {with_wide_tile(common, p, card)};
   if (!common.has_wgmma()) {
     add(rows > 16 && dim <= 128 ? 2 : 1);
     if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);

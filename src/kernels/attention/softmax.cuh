@@ -41,16 +41,16 @@ __device__ __forceinline__ void sum_words(const u32 (&P)[kPWords], float& sum0, 
 // P = exp2(c * S + shift), and its sums. `exact`: P is 1 at the maximum, however large that is, since c * S is rounded
 // as it was for the shift. Otherwise it takes an instruction less, and its error for scores beyond 2^24 shows in the
 // sums. Returns the sum that kSumLimit bounds.
-template <bool exact>
-__device__ __forceinline__ float exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float c,
-                                             float shift0, float shift1, float& sum0, float& sum1) {
+template <bool exact, int scores, int words>
+__device__ __forceinline__ float exponentials(const float (&S)[scores], u32 (&P)[words], float c, float shift0,
+                                             float shift1, float& sum0, float& sum1) {
   const auto exponential = [c](float s, float shift) {
     return exp2_fast(exact ? __fadd_rn(__fmul_rn(s, c), shift) : __fmaf_rn(s, c, shift));
   };
   float a0, a1, b0, b1;  // four short sums
   float before[4];       // of e4m3: the word of 16 keys holds two of each 8
 #pragma unroll
-  for (int i = 0; i < kBlockKeys / 2; i += 4) {
+  for (int i = 0; i < scores; i += 4) {
     const float p0 = exponential(S[i], shift0);
     const float p1 = exponential(S[i + 1], shift0);
     const float p2 = exponential(S[i + 2], shift1);

@@ -101,7 +101,9 @@ __device__ __forceinline__ void combine_splits(const DecodeParams& p, const Work
   constexpr int kRowsOfTwoSplits = kValueDim <= 128 || !kHasSinks || !kHasLse ? 8 : 4;
   constexpr int kRowsAtOnce = kHeads > 1 ? 1 : int(kWarpsPerGroup);
   const int warp = threadIdx.x / 32;
-  if constexpr (!kWarpgroupPath)
+  if constexpr (kWidePath)
+    combine_rows<2, 8>(p, tile, splits, whole, warp, kComputeWarps);
+  else if constexpr (!kWarpgroupPath)
     combine_rows<kRowsAtOnce, kRowsAtOnce == 1 ? kSplitsOfOneRow : 8>(p, tile, splits, whole, warp, kComputeWarps);
   else if (splits.count <= 2)
     combine_rows<kRowsOfTwoSplits, 2>(p, tile, splits, whole, warp, kComputeWarps);

@@ -15,10 +15,12 @@ constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, S
                               kTileRows,      kBlockKeys,
                               kBoxKeys,       kKStages,
                               kVStages,       kCodeStages,
-                              kConvertWarps};
+                              kConvertWarps,  kColumnShares,
+                              kWarpStrips};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu or decode_codes.cu
+  kWidePath = is_wide_path(kTile),            // wide/decode_wide.cu
   kConverts = kConvertWarps > 0,              // the warps that load convert codes
   kConvertsInRegisters = converts_in_registers(kTile),  // the warpgroups do
   kStoredByLanes = kConverts || kBoxKeys == 0,          // tiles that products read, not by TMA
@@ -26,7 +28,7 @@ enum : int {
   kComputeThreads = 32 * kComputeWarps,
   kCtaWarps = decode_warps(kTile),
   kCtaThreads = 32 * kCtaWarps,
-  kBlockRows = kWarpRows * kWarpsPerGroup,
+  kBlockRows = rows_of_block(kTile),
   kRowsOfWarp = rows_of_warp(kTile),  // of Q in shared memory
   kQueryRows = kRowsOfWarp * kWarpsPerGroup,
   kQPanelBytes = kQueryRows * kPanelRowBytes,

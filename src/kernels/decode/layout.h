@@ -11,6 +11,7 @@ enum : int {
   kCombineWarps = 8,        // of a CTA of decode/combine.cu
   kDynamicSlots = 4,        // splits of the dynamic scheduler that warps of a CTA may be at, at a time
   kDynamicSequences = 256,  // the maximum of sequences that the dynamic scheduler ranks
+  kChunkBytes = 16384,      // of K or V on the wide path
 };
 
 // ---- Rows of blocks: each block of codes has its scale in front ----
@@ -58,11 +59,40 @@ struct DecodeTile {
   int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, box_keys, k_stages, v_stages;
   int code_stages, convert_warps;  // of codes on the warpgroup path; warps that convert them, to tiles of f16
+  int column_shares, warp_strips;  // warps that share rows; times 16 rows that they have. 1 and 1 but on the wide path
 };
+
+// Whether several warps share rows, because a warp has no registers for all columns of their O (decode/wide/).
+FULGUR_SHARED bool is_wide_path(const DecodeTile& tile) { return tile.column_shares > 1; }
+// Rows of a block.
+FULGUR_SHARED int rows_of_block(const DecodeTile& tile) {
+  return kWarpRows * tile.warp_strips * tile.warps_per_group / tile.column_shares;
+}
+// Columns of O that a warp has.
+FULGUR_SHARED int columns_of_share(const DecodeTile& tile) {
+  return (tile.value_dim + 16 * tile.column_shares - 1) / (16 * tile.column_shares) * 16;
+}
+// Keys of a chunk of V on the wide path: as many times 16, of a power of 2, as kChunkBytes have room for.
+FULGUR_SHARED int keys_of_value_chunk(const DecodeTile& tile) {
+  int keys = 16;
+  while (2 * keys <= tile.block_keys &&
+         2 * keys * panels_of(tile.types.v, tile.value_dim) * kPanelRowBytes <= int(kChunkBytes))
+    keys *= 2;
+  return keys;
+}
+
+// Columns of a chunk of K there, and chunks of a tile.
+FULGUR_SHARED int columns_of_key_chunk(const DecodeTile& tile) {
+  return kChunkBytes / (tile.block_keys * kPanelRowBytes) * panel_columns(tile.types.k);
+}
+FULGUR_SHARED int chunks_of_wide_tile(const DecodeTile& tile) {
+  const int columns = columns_of_key_chunk(tile);
+  return (tile.head_dim + columns - 1) / columns + tile.block_keys / keys_of_value_chunk(tile);
+}
 
 // Whether warp groups are made of warpgroups.
 FULGUR_SHARED bool is_warpgroup_path(const DecodeTile& tile) {
-  return tile.heads == 1 && tile.warps_per_group >= kWarpgroupWarps;
+  return tile.heads == 1 && tile.warps_per_group >= kWarpgroupWarps && !is_wide_path(tile);
 }
 
 // Whether warpgroups convert codes to operands in registers (decode_codes_warpgroup.cu): no other warps do.
@@ -100,6 +130,7 @@ FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
 // Rows of Q in shared memory of a warp. With several heads these are all rows of a kv head, for which 8 may suffice.
 FULGUR_SHARED int rows_of_warp(const DecodeTile& tile) {
   if (converts_in_registers(tile)) return tile.tile_rows / tile.warps_per_group;
+  if (is_wide_path(tile)) return rows_of_block(tile) / tile.warps_per_group;
   return tile.heads > 1 && tile.tile_rows / tile.heads <= 8 ? 8 : int(kWarpRows);
 }
 
@@ -144,7 +175,22 @@ struct DecodeLayout {
   int bytes;
 };
 
+// That of the wide path: k_stages chunks of K and V, Q, P in `exchange`, and `stats` of each share.
+FULGUR_SHARED DecodeLayout wide_layout(const DecodeTile& tile) {
+  const int row_bytes = rows_of_block(tile) * kPanelRowBytes;
+  DecodeLayout map = {};
+  map.q = tile.k_stages * kChunkBytes;
+  map.exchange = map.q + panels_of(tile.types.q, tile.head_dim) * row_bytes;
+  map.stats = map.exchange + panels_of(tile.types.v, tile.block_keys) * row_bytes;
+  map.work_tiles = map.stats + tile.column_shares * rows_of_block(tile) * 4;
+  map.schedule = map.work_tiles + 2 * tile.warps_per_group * 64;  // those that it computes, and those that it loads
+  map.scan = map.schedule + 64;
+  map.bytes = map.scan + decode_warps(tile) * 8;
+  return map;
+}
+
 FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
+  if (is_wide_path(tile)) return wide_layout(tile);
   const int rows = rows_of_warp(tile) * tile.warps_per_group;
   DecodeLayout map = {};
   const bool converts = tile.convert_warps > 0, in_registers = converts_in_registers(tile);

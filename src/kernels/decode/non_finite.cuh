@@ -1,6 +1,7 @@
 // NaN and infinity in V at keys that some rows do not see: P is 0 there, but 0 * NaN is NaN.
 // decode/codes/non_finite.cuh has the same for codes.
 #pragma once
+#include "device/mma_sync.cuh"
 #include "decode/scores.cuh"
 
 // V of a tile in shared memory, and the factors of its keys where these come of codes (kVFactors).
@@ -11,8 +12,9 @@ struct ValueTile {
 
 enum : int { kVWords = kValueDim * ElementV::kBytes / 4 };  // of a key
 
+template <int panel_bytes = kPanelBytes>
 __device__ __forceinline__ u32 word_place(u32 v, int key, int word) {
-  return v + word / 32 * kPanelBytes + swizzled(key, word % 32 / 4) + word % 4 * 4;
+  return v + word / 32 * panel_bytes + swizzled(key, word % 32 / 4) + word % 4 * 4;
 }
 
 // A word of V with zeros for what is not finite.
@@ -31,6 +33,16 @@ __device__ __forceinline__ void load_not_finite(u32 at, float (&x)[2]) {
   } else {
     x[0] = ElementV::low(rest);
     x[1] = ElementV::high(rest);
+  }
+}
+
+// Replaces NaN and infinity of `keys` keys of V by 0, by `threads` threads of which this is number `thread`.
+template <int panel_bytes = kPanelBytes>
+__device__ __forceinline__ void replace_non_finite(u32 v, int keys, int thread, int threads) {
+#pragma unroll 1
+  for (int at = thread; at < keys * kVWords; at += threads) {
+    const u32 address = word_place<panel_bytes>(v, at / kVWords, at % kVWords);
+    store_shared(address, finite_part(load_shared(address)));
   }
 }
 
@@ -60,33 +72,37 @@ __device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)
     }
   }
   sync();
-#pragma unroll 1
-  for (int at = threadIdx.x % kWarpGroupThreads; at < kBlockKeys * kVWords; at += kWarpGroupThreads) {
-    const u32 address = word_place(values.v, at / kVWords, at % kVWords);
-    store_shared(address, finite_part(load_shared(address)));
-  }
+  replace_non_finite(values.v, kBlockKeys, threadIdx.x % kWarpGroupThreads, kWarpGroupThreads);
   sync();
 }
 
-// Whether V of a tile has NaN or infinity at a key of the sequence that some row does not see.
-__device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyRange& seen_by_all, int sk) {
+// Whether one of `threads` threads, of which this is number `thread`, finds NaN or infinity in the `count` keys of V
+// from key `first` on, at a key of the sequence that some row does not see.
+template <int panel_bytes = kPanelBytes>
+__device__ __forceinline__ bool finds_hidden_non_finite(u32 v, int first, int count, const KeyRange& seen_by_all,
+                                                        int sk, int thread, int threads) {
   constexpr int kChunks = kVWords / 4;
-  const int first = key_tile * kBlockKeys;
-  const int keys = min(int(kBlockKeys), sk - first);
+  const int keys = min(count, sk - first);
   const int before = max(min(seen_by_all.begin - first, keys), 0);
   const int after = max(min(seen_by_all.end - first, keys), before);
   const int hidden = before + keys - after;
   bool found = false;
 #pragma unroll 1
-  for (int at = threadIdx.x % 32; at < hidden * kChunks; at += 32) {
+  for (int at = thread; at < hidden * kChunks; at += threads) {
     const int i = at / kChunks;
     const int key = i < before ? i : i - before + after;
     u32 x[4];
-    load_shared16(word_place(v, key, at % kChunks * 4), x);
+    load_shared16(word_place<panel_bytes>(v, key, at % kChunks * 4), x);
 #pragma unroll
     for (int j = 0; j < 4; ++j) found = found || x[j] != finite_part(x[j]);
   }
-  return __any_sync(0xffffffff, found);
+  return found;
+}
+
+// Whether V of a tile has NaN or infinity at a key of the sequence that some row does not see.
+__device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyRange& seen_by_all, int sk) {
+  return __any_sync(0xffffffff, finds_hidden_non_finite(v, key_tile * kBlockKeys, kBlockKeys, seen_by_all, sk,
+                                                        threadIdx.x % 32, 32));
 }
 
 // Keeps NaN and infinity of V in a tile that the mask cuts away from the rows that do not see their keys.

@@ -11,12 +11,15 @@
 //   kKScaleType, kVScaleType, kKZeroPointType, kVZeroPointType  element types of these numbers, f32 or f16
 //   kKPiece, kVPiece  how rows of blocks are copied (decode/layout.h): by pieces of 4, 8 or 16 bytes, 2 or kMiddle; 0:
 //                   there are no blocks
-//   kHeadDim        d rounded up to 16 (<= 256); columns beyond d are zeros
-//   kValueDim       dv rounded up to 16 (<= 256); both to 32 with codes of 4 bits
+//   kHeadDim        d rounded up to 16; columns beyond d are zeros
+//   kValueDim       dv rounded up to 16; both to 32 with codes of 4 bits
 //   kHeads          kv heads that a CTA reads together, each by a warp of a warp group. They count as one in hk, and
 //                   kGroup has the q heads of all of them
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups, except
-//                   with kHeads
+//                   with kHeads and on the wide path
+//   kColumnShares   the wide path: warps that share rows, each with some columns of O; else 1
+//   kWarpStrips     the wide path: times 16 rows that these have, so that Br is
+//                   16 * kWarpStrips * kWarpsPerGroup / kColumnShares; else 1
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each

@@ -6,7 +6,7 @@
 #include "attention/softmax.cuh"
 #include "decode/schedule/schedule.cuh"
 
-static_assert(!kTree || kBlockKeys <= 64);  // a word of the tree mask has the bits of a tile
+static_assert(!kTree || kBlockKeys <= 64 || kWidePath);  // a word of the tree mask has the bits of a warp's keys
 
 // The keys that all rows of a work tile see. None where scores may hide keys, as a bias of -inf does.
 __device__ __forceinline__ KeyRange keys_seen_by_all(const DecodeParams& p, const WorkTile& tile) {
@@ -89,10 +89,11 @@ class HiddenScores {
 };
 
 // Transforms scores (softcap, ALiBi, expressions), and makes those of hidden keys -inf where the tile is `masked`.
+// `key`: that of the first column.
 template <class Layout, int count>
-__device__ __forceinline__ HiddenScores<Layout> adjust_scores(const DecodeParams& p, float (&S)[count],
-                                                              const ThreadRows& rows, int key_tile, bool masked) {
-  const int first = key_tile * kBlockKeys + int(Layout::first_column());
+__device__ __forceinline__ HiddenScores<Layout> adjust_scores_from(const DecodeParams& p, float (&S)[count],
+                                                                   const ThreadRows& rows, int key, bool masked) {
+  const int first = key + int(Layout::first_column());
   const ScoreContext at[2] = {rows.context(0, first), rows.context(1, first)};
 #pragma unroll
   for (int i = 0; i < count; ++i) {
@@ -102,6 +103,13 @@ __device__ __forceinline__ HiddenScores<Layout> adjust_scores(const DecodeParams
   const HiddenScores<Layout> hidden(S);
   if (masked) hide_keys<false, Layout>(S, rows.keys, first);
   return hidden;
+}
+
+// The same for the keys of a whole tile.
+template <class Layout, int count>
+__device__ __forceinline__ HiddenScores<Layout> adjust_scores(const DecodeParams& p, float (&S)[count],
+                                                              const ThreadRows& rows, int key_tile, bool masked) {
+  return adjust_scores_from<Layout>(p, S, rows, key_tile * kBlockKeys, masked);
 }
 
 // Whether the thread's i-th row sees a key of a tile.

@@ -63,9 +63,13 @@ __device__ __forceinline__ typename Type::Memory* row_of_tile(const DecodeParams
   return row_of<Type>(t, tile.batch, tile.sequence.n.q_start + row / kGroup, tile.head * kGroup + row % kGroup);
 }
 
-// The page ids of the sequence of a work tile.
+// The page ids of a sequence.
+__device__ __forceinline__ const int* page_ids(const DecodeParams& p, int batch, const DecodeSequence& sequence) {
+  return p.pages.table + (kPageLists ? sequence.entry * p.pages.id_stride : batch * p.pages.table_stride);
+}
+// Those of the sequence of a work tile.
 __device__ __forceinline__ const int* page_ids(const DecodeParams& p, const WorkTile& tile) {
-  return p.pages.table + (kPageLists ? tile.sequence.entry * p.pages.id_stride : tile.batch * p.pages.table_stride);
+  return page_ids(p, tile.batch, tile.sequence);
 }
 
 // The i-th page id. Their stride fits an int, as the host checks: a product of 64 bits would take too many registers.

@@ -497,7 +497,9 @@ TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
   EXPECT_NE(
       message({.dtype = DType::kF64, .lse = false}).find("engine cuda: computes bf16, f16 and f32"),
       std::string::npos);
-  EXPECT_NE(message({.d = 512}).find("d and dv up to 256"), std::string::npos);
+  EXPECT_NE(message({.d = 512, .invariant = true})
+                .find("computes d and dv above 256 without `invariant`"),
+            std::string::npos);
   const std::string f32 = message({.dtype = DType::kF32, .d = 512});  // whose dtype is computed
   EXPECT_NE(f32.find("engine cuda: computes d and dv up to 256"), std::string::npos) << f32;
   const BackwardCall wide = backward_call({.d = 512});

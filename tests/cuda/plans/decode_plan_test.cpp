@@ -888,7 +888,14 @@ TEST(DecodePlan, Rejects) {
             "splits keys of f32, which `invariant` forbids here");
   EXPECT_EQ(why({}, [](Problem& p) { p.dtypes = OperandTypes::all(DType::kF64); }),
             "computes bf16, f16 and f32");
-  EXPECT_EQ(why({.d = 264}, as_is), "computes d and dv up to 256, got 264 and 264");
+  for (const auto& [d, dv] : {std::pair{264, 264}, {576, 512}, {16, 257}})
+    EXPECT_EQ(why({.d = d, .dv = dv}, as_is), "");
+  EXPECT_EQ(why({.dtype = DType::kF32, .d = 264}, as_is),
+            "computes d and dv up to 256, got 264 and 264");
+  EXPECT_EQ(why({.d = 264}, [](Problem& p) { p.dtypes.k = p.dtypes.v = DType::kInt8; }),
+            "computes d and dv up to 256, got 264 and 264");
+  EXPECT_EQ(why({.d = 264, .invariant = true}, as_is),
+            "computes d and dv above 256 without `invariant`");
   EXPECT_EQ(why({}, [](Problem& p) { p.dropout_p = 0.5; }), "computes without dropout");
   EXPECT_EQ(why({.invariant = true}, as_is),
             "computes `invariant` calls on contiguous keys up to 64 rows of a kv head, got 1024 "

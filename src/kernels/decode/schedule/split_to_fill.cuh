@@ -1,15 +1,19 @@
 // Split-KV for few q blocks: these are split into about as many equal splits as there are CTAs, by the lengths that the
 // call has when it runs. A CTA has at most one split, which every warp finds for itself: each lane computes the splits
-// of `lane_sequences` sequences. On the warpgroup path decode/combine.cu combines the splits on all SMs, as one CTA
-// would take 14 000 cycles for 16 splits of 64 rows. The warp path has few rows, which the last CTA at a q block
-// combines before another kernel could start.
+// of `lane_sequences` sequences. On the warpgroup path, and on the wide path, decode/combine.cu combines the splits on
+// all SMs, as one CTA would take 14 000 cycles for 16 splits of 64 rows. The warp path has few rows, which the last CTA
+// at a q block combines before another kernel could start.
 #pragma once
 #include "decode/schedule/static.cuh"
 
 template <int lane_sequences>
 class SplitToFill : public StaticSchedule {
  public:
-  enum : int { kCombineKernel = kWarpgroupPath, kFragments = kWarpgroupPath && !kConvertsInRegisters, kOneTile = 1 };
+  enum : int {
+    kCombineKernel = kWarpgroupPath || kWidePath,
+    kFragments = kWarpgroupPath && !kConvertsInRegisters,
+    kOneTile = 1,
+  };
 
   __device__ __forceinline__ bool first(const DecodeParams& p, WorkTile& tile) {
     const QBlocks q_blocks = q_blocks_of_lane(p);
