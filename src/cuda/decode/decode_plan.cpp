@@ -135,7 +135,8 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
       key.code_stages,
       key.convert_warps,
       key.column_shares,
-      key.warp_strips};
+      key.warp_strips,
+      key.chunk_bytes};
 }
 
 ForwardShapes decode_shapes(const Problem& p, int box_keys) {

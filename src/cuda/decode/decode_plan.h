@@ -39,6 +39,7 @@ struct DecodeKey : AnyForwardKey {
   int warps_per_group = 0;         ///< of 16 rows each, but on the wide path
   int column_shares = 1;           ///< the wide path: warps that share rows, each with some columns
   int warp_strips = 1;             ///< the wide path: times 16 rows that these have
+  int chunk_bytes = 0;             ///< the wide path: of a chunk of K or V
   int warp_groups = 0;             ///< of a CTA, with tiles of their own
   int block_keys = 0;              ///< Bc
   int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
@@ -80,6 +81,7 @@ struct DecodeKey : AnyForwardKey {
     f("kWarpsPerGroup", warps_per_group);
     f("kColumnShares", column_shares);
     f("kWarpStrips", warp_strips);
+    f("kChunkBytes", chunk_bytes);
     f("kWarpGroups", warp_groups);
     f("kBlockKeys", block_keys);
     f("kKStages", k_stages);

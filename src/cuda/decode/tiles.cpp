@@ -286,7 +286,7 @@ DecodePlan of_heads(DecodePlan plan, const Problem& p, const Card& card, int hea
 
 /// A plan with the tile of the wide path that has all rows of a kv head, else the largest.
 DecodePlan with_wide_tile(DecodePlan plan, const Problem& p, const Card& card) {
-  constexpr int kMinStages = 2, kMaxStages = 8;
+  constexpr int kMaxBuffers = 128 << 10, kMinStages = 2, kFewStages = 3;
   struct Tile {
     int rows, strips, shares, keys;
   };
@@ -312,8 +312,14 @@ DecodePlan with_wide_tile(DecodePlan plan, const Problem& p, const Card& card) {
     plan.column_shares = tile.shares;
     plan.block_keys = tile.keys;
     plan.tile_rows = tile.rows;
-    int stages = std::min(kMaxStages, kernels::chunks_of_wide_tile(decode_tile(plan)));
-    while (stages > kMinStages && !fits(stages)) --stages;
+    int stages = 0;
+    // Large chunks take half the barriers.
+    for (const int bytes : {32 << 10, 16 << 10}) {
+      plan.chunk_bytes = bytes;
+      stages = std::min(kMaxBuffers / bytes, kernels::chunks_of_wide_tile(decode_tile(plan)));
+      while (stages > kMinStages && !fits(stages)) --stages;
+      if (fits(stages) && stages >= kFewStages) break;
+    }
     if (fits(stages) || last) break;
   }
   return plan;

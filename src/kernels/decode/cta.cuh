@@ -16,7 +16,7 @@ constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, S
                               kBoxKeys,       kKStages,
                               kVStages,       kCodeStages,
                               kConvertWarps,  kColumnShares,
-                              kWarpStrips};
+                              kWarpStrips,    kChunkBytes};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu or decode_codes.cu

@@ -11,7 +11,6 @@ enum : int {
   kCombineWarps = 8,        // of a CTA of decode/combine.cu
   kDynamicSlots = 4,        // splits of the dynamic scheduler that warps of a CTA may be at, at a time
   kDynamicSequences = 256,  // the maximum of sequences that the dynamic scheduler ranks
-  kChunkBytes = 16384,      // of K or V on the wide path
 };
 
 // ---- Rows of blocks: each block of codes has its scale in front ----
@@ -59,7 +58,8 @@ struct DecodeTile {
   int k_piece, v_piece;  // bytes of rows of blocks that are copied at once
   int head_dim, value_dim, warps_per_group, warp_groups, tile_rows, block_keys, box_keys, k_stages, v_stages;
   int code_stages, convert_warps;  // of codes on the warpgroup path; warps that convert them, to tiles of f16
-  int column_shares, warp_strips;  // warps that share rows; times 16 rows that they have. 1 and 1 but on the wide path
+  // On the wide path warps that share rows, times 16 rows that they have, and bytes of a chunk of K or V; else 1, 1, 0.
+  int column_shares, warp_strips, chunk_bytes;
 };
 
 // Whether several warps share rows, because a warp has no registers for all columns of their O (decode/wide/).
@@ -72,18 +72,18 @@ FULGUR_SHARED int rows_of_block(const DecodeTile& tile) {
 FULGUR_SHARED int columns_of_share(const DecodeTile& tile) {
   return (tile.value_dim + 16 * tile.column_shares - 1) / (16 * tile.column_shares) * 16;
 }
-// Keys of a chunk of V on the wide path: as many times 16, of a power of 2, as kChunkBytes have room for.
+// Keys of a chunk of V on the wide path: 16 times a power of 2, as many as it has room for.
 FULGUR_SHARED int keys_of_value_chunk(const DecodeTile& tile) {
   int keys = 16;
   while (2 * keys <= tile.block_keys &&
-         2 * keys * panels_of(tile.types.v, tile.value_dim) * kPanelRowBytes <= int(kChunkBytes))
+         2 * keys * panels_of(tile.types.v, tile.value_dim) * kPanelRowBytes <= tile.chunk_bytes)
     keys *= 2;
   return keys;
 }
 
 // Columns of a chunk of K there, and chunks of a tile.
 FULGUR_SHARED int columns_of_key_chunk(const DecodeTile& tile) {
-  return kChunkBytes / (tile.block_keys * kPanelRowBytes) * panel_columns(tile.types.k);
+  return tile.chunk_bytes / (tile.block_keys * kPanelRowBytes) * panel_columns(tile.types.k);
 }
 FULGUR_SHARED int chunks_of_wide_tile(const DecodeTile& tile) {
   const int columns = columns_of_key_chunk(tile);
@@ -179,7 +179,7 @@ struct DecodeLayout {
 FULGUR_SHARED DecodeLayout wide_layout(const DecodeTile& tile) {
   const int row_bytes = rows_of_block(tile) * kPanelRowBytes;
   DecodeLayout map = {};
-  map.q = tile.k_stages * kChunkBytes;
+  map.q = tile.k_stages * tile.chunk_bytes;
   map.exchange = map.q + panels_of(tile.types.q, tile.head_dim) * row_bytes;
   map.stats = map.exchange + panels_of(tile.types.v, tile.block_keys) * row_bytes;
   map.work_tiles = map.stats + tile.column_shares * rows_of_block(tile) * 4;

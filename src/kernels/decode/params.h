@@ -20,6 +20,7 @@
 //   kColumnShares   the wide path: warps that share rows, each with some columns of O; else 1
 //   kWarpStrips     the wide path: times 16 rows that these have, so that Br is
 //                   16 * kWarpStrips * kWarpsPerGroup / kColumnShares; else 1
+//   kChunkBytes     the wide path: bytes of a chunk of K or V; else 0
 //   kWarpGroups     warp groups of a CTA, each with tiles of its own
 //   kBlockKeys      Bc, the keys of a tile
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each

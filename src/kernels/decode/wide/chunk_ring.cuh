@@ -37,12 +37,13 @@ class ChunkRing {
  private:
   enum : int {
     kAhead = kKStages - 1,
-    kRowsAtOnce = kComputeThreads / 128,  // rows of 16, or panels, that all threads copy at once: 8 threads a row
-    // Times 16 rows of a chunk of K that a thread copies, and of V.
-    kKRows = kBlockKeys / 16 / (kKChunkPanels == 1 ? int(kRowsAtOnce) : 1),
+    // Eight threads copy a row of a panel, all threads 16 rows of two panels, or 32 rows of a single one. Times 16 rows
+    // of a chunk of K that a thread copies, and of V.
+    kHalves = 2,
+    kKRows = kBlockKeys / 16 / (kKChunkPanels == 1 ? int(kHalves) : 1),
     kVRows = kVChunkKeys / 16,
   };
-  static_assert(kRowsAtOnce == 2 && kKChunkPanels <= 2 && kAhead > 0);
+  static_assert(kComputeThreads == 128 * kHalves && kAhead > 0);
   // Loads never come to the end of a work tile before it is looked ahead from there.
   static_assert(kAhead < kKChunks + kVChunks);
 
@@ -92,7 +93,7 @@ class ChunkRing {
 
   // The thread's i-th key in a chunk of K or V, counted from the first one of the sequence.
   __device__ __forceinline__ int k_key(int i) const {
-    const int row = 16 * (kKChunkPanels == 1 ? kRowsAtOnce * i + half() : i) + row_;
+    const int row = 16 * (kKChunkPanels == 1 ? kHalves * i + half() : i) + row_;
     return tile_ * kBlockKeys + row;
   }
   __device__ __forceinline__ int v_key(int i) const {
@@ -139,15 +140,18 @@ class ChunkRing {
 
   template <bool whole>
   __device__ __forceinline__ void copy_keys(u32 to) const {
-    const int panel_of_chunk = kKChunkPanels == 1 ? 0 : half();
-    const int panel = chunk_ * kKChunkPanels + panel_of_chunk;
-    if (panel >= kKPanels || panel * ElementK::kPanelColumns + threadIdx.x % 8 * 8 >= kHeadDim) return;
 #pragma unroll
     for (int i = 0; i < kKRows; ++i) {
       const int key = k_key(i);
-      const u32 place = to + panel_of_chunk * kPanelBytes + swizzled(key % kBlockKeys, threadIdx.x % 8);
       const auto* const from = whole || is_there(key, i) ? row<ElementK>(p_.k, key, i) : nullptr;
-      copy<ElementK, whole>(place, from, p_.k, p_.d, panel);
+      const u32 place = to + swizzled(key % kBlockKeys, threadIdx.x % 8);
+#pragma unroll
+      for (int first = 0; first < kKChunkPanels; first += kHalves) {
+        const int panel_of_chunk = first + (kKChunkPanels == 1 ? 0 : half());
+        const int panel = chunk_ * kKChunkPanels + panel_of_chunk;
+        if (panel >= kKPanels || panel * ElementK::kPanelColumns + threadIdx.x % 8 * 8 >= kHeadDim) continue;
+        copy<ElementK, whole>(place + panel_of_chunk * kPanelBytes, from, p_.k, p_.d, panel);
+      }
     }
   }
 
@@ -159,7 +163,7 @@ class ChunkRing {
       const auto* const from = whole || is_there(key, i) ? row<ElementV>(p_.v, key, i) : nullptr;
       const u32 place = to + swizzled(key % kVChunkKeys, threadIdx.x % 8);
 #pragma unroll
-      for (int first = 0; first < kVPanels; first += kRowsAtOnce) {
+      for (int first = 0; first < kVPanels; first += kHalves) {
         const int panel = first + half();
         if (panel >= kVPanels || panel * ElementV::kPanelColumns + threadIdx.x % 8 * 8 >= kValueDim) continue;
         copy<ElementV, whole>(place + panel * kVChunkPanelBytes, from, p_.v, p_.dv, panel);
