@@ -1,5 +1,6 @@
 #include "base/quantize.h"
 
+#include <algorithm>
 #include <array>
 #include <span>
 #include <string>
@@ -80,12 +81,19 @@ void quantize(const QuantizeArgs& args, const Options& options, const Run& run) 
   const int threads = checked_threads(options);
   const CodeTensor to = checked(args.x, false, args.codes, args.scale, args.zero_point,
                                 !args.static_scale, args.mean, !args.static_mean);
-  if (args.x.numel() == 0) return;
-  const Counts n(args.x);
+  const auto is_written = [](const Tensor& t, bool fixed) { return !fixed && t.numel() > 0; };
+  const bool scales = is_written(args.scale, args.static_scale),
+             means = is_written(args.mean, args.static_mean);
+  Counts n(args.x);
+  if (args.x.numel() == 0) {  // scales and means of no rows are 0, also those of no sequences
+    if (!scales && !means) return;
+    n.batch = std::max<int64_t>(n.batch, 1);
+    n.rows = 0;
+  }
   engine_on(args.x.device, "", "x")
-      .quantize({args.x, to, args.static_scale, args.static_mean ? Tensor{} : args.mean, n.batch,
-                 n.rows, n.heads},
-                threads, run);
+      .quantize(
+          {args.x, to, args.static_scale, means ? args.mean : Tensor{}, n.batch, n.rows, n.heads},
+          threads, run);
 }
 
 void dequantize(const DequantizeArgs& args, const Options& options, const Run& run) {

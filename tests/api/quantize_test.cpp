@@ -340,6 +340,33 @@ TEST_P(Quantizing, GivesTheSameBits) {
   }
 }
 
+TEST_P(Quantizing, ScalesOfNoRowsAreZero) {
+  struct Shapes {
+    std::vector<int64_t> x, scale, mean;
+  };
+  const std::initializer_list<Shapes> all = {
+      {{2, 0, 3, 32}, {1}, {2, 3, 32}},    {{2, 0, 3, 32}, {2, 3}, {2, 3, 32}},
+      {{2, 0, 3, 32}, {1, 3}, {}},         {{0, 3, 32}, {1, 3}, {1, 3, 32}},
+      {{0, 5, 3, 32}, {1}, {0, 3, 32}},    {{0, 5, 3, 32}, {1, 3}, {}},
+      {{0, 5, 3, 32}, {0, 3}, {0, 3, 32}}, {{2, 0, 3, 32}, {2, 0, 3, 1}, {2, 3, 32}}};
+  for (const Shapes& shapes : all) {
+    SCOPED_TRACE(testing::PrintToString(shapes.x) + testing::PrintToString(shapes.scale));
+    Buffer x(DType::kF32, shapes.x), codes(DType::kInt8, shapes.x),
+        scale(DType::kF32, shapes.scale), zero_point(DType::kF32, shapes.scale), mean;
+    if (!shapes.mean.empty()) mean = Buffer(DType::kF32, shapes.mean);
+    EngineMemory memory(engine());
+    for (Buffer* const one : {&x, &codes, &scale, &zero_point, &mean}) {
+      std::fill(one->bytes.begin(), one->bytes.end(), uint8_t{0x7f});
+      memory.keep(std::as_writable_bytes(std::span(one->bytes)));
+    }
+    const auto at = [&](Buffer& one) { return one.t.given() ? memory.at(one.t) : Tensor{}; };
+    quantize({at(x), at(codes), at(scale), at(zero_point), false, at(mean)});
+    memory.bring_back();
+    for (const Buffer* const one : {&scale, &zero_point, &mean})
+      EXPECT_EQ(one->bytes, std::vector<uint8_t>(one->bytes.size(), 0));
+  }
+}
+
 TEST_P(Quantizing, TensorsAreOnOneDevice) {
   Buffer x(DType::kF64, {1, 2, 1, 32}), codes(DType::kInt8, {1, 2, 1, 32});
   EngineMemory memory(engine());

@@ -165,6 +165,7 @@ void quantize(const QuantizeCall& c, const Run& run) {
     fit_scales(measured, c.x.dtype, gpu, run);
     codes.fits = false;
   }
+  if (measured.rows_each == 0) return;
   AppendParams p{};
   p.k = measured.rows;
   p.tokens = {measured.batch * measured.rows_each, measured.rows_each, nullptr};
