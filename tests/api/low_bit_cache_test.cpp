@@ -163,6 +163,19 @@ class CachedCall {
     }
   }
 
+  /// The first keys of packed sequences are those of none.
+  void pad_packed_keys() {
+    Buffer pads(DType::kI32, {static_cast<int64_t>(w.sequences.size())});
+    for (size_t b = 0; b < w.sequences.size(); ++b) {
+      Rows& s = w.sequences[b];
+      const auto pad = static_cast<int64_t>(random_() % static_cast<uint64_t>(s.sk + 1));
+      store(pads.t.data, DType::kI32, static_cast<int64_t>(b), static_cast<double>(pad));
+      s.k_begin += pad;
+      s.sk -= pad;
+    }
+    add(call.leftpad_k, std::move(pads));
+  }
+
   void run(const std::string& engine) {
     EngineMemory memory(engine);
     for (Buffer& b : buffers_) memory.keep(std::as_writable_bytes(std::span(b.bytes)));
@@ -688,6 +701,7 @@ TEST_P(LowBitCaches, OfPrompts) {
     if (!is_codes(k.format) && !is_codes(v.format)) k = {DType::kInt8, ScaleKind::kRows};
     k.group = v.group = 32;
     const bool cached = random_() % 3 != 0, biased = c.bias != Bias::kNone;
+    const bool padded = !cached && c.layout == Layout::kPacked && random_() % 2 == 0;
     Index index = one_of({Index::kTable, Index::kBatch, Index::kLists});
     int64_t page = one_of<int64_t>({1, 5, 16, 64}), pad = one_of<int64_t>({0, 9});
     if (biased) {  // which has as many keys as the cache
@@ -697,7 +711,7 @@ TEST_P(LowBitCaches, OfPrompts) {
     SCOPED_TRACE(testing::Message()
                  << "seed " << test_seed() << " draw " << draw << " " << c.name() << " "
                  << name_of(dtype) << " over " << k << " " << v << " cache " << cached
-                 << static_cast<int>(index) << " page " << page << " pad " << pad);
+                 << static_cast<int>(index) << " page " << page << " pad " << pad << padded);
     CachedCall call(c, dtype, random_());
     call.set_k(k);
     call.set_v(v);
@@ -705,6 +719,7 @@ TEST_P(LowBitCaches, OfPrompts) {
       call.w.options.mask_mod = parse_expression("sk - sq + q - k < 40");
       call.w.mask_value = [](const ScorePlace& p) { return p.q + p.sk - p.sq - p.k < 40; };
     }
+    if (padded) call.pad_packed_keys();
     call.w.seal();
     const Expected e = expect_forward(call.w);
     if (cached) call.cache(index, page, pad);

@@ -6,17 +6,19 @@
 #include "device/codes.cuh"
 #include "device/lengths.cuh"
 
-// The keys of a sequence: `count` from row `start` on, of an entry of the batch or of the list of its pages.
+// The keys of a sequence: `count` from row `start` on, of an entry of the batch or of the list of its pages; the
+// first one goes to row `to`, where the sequence begins without leftpad_k.
 struct SequenceRows {
   int start, count, entry;
-  long long list;
+  long long list, to;
 };
 
 __device__ __forceinline__ SequenceRows keys_of(const ConvertParams& p, int b) {
-  SequenceRows s = {0, p.sk, b, 0};
+  SequenceRows s = {0, p.sk, b, 0, static_cast<long long>(b) * p.sk};
   if (p.cu_seqlens_k != nullptr) {
     packed_rows(p.cu_seqlens_k, b, p.total_k, p.sk, s.start, s.count);
     s.entry = 0;
+    s.to = s.start;
   }
   if (p.seqused_k != nullptr) s.count = used_rows(p.seqused_k, b, s.count);
   s.list = b * p.pages.table_stride;
@@ -140,10 +142,10 @@ __device__ __forceinline__ void store(const float (&x)[kConvertColumns], void* t
   store_pack(static_cast<u32*>(to), all);
 }
 
-// Some keys of sequence b, of whose rows the first one is `first_to`.
+// Some keys of sequence b.
 template <Element type, bool aligned>
 __device__ __forceinline__ void convert(const ConvertParams& p, const ConvertedTensor& t, const SequenceRows& s, int b,
-                                        int cta, long long first_to) {
+                                        int cta) {
   const int chunks = convert_chunks(t.dim), units = t.heads * chunks;
   const int threads_of_row = min(units, int(kConvertThreads)), rows_at_once = convert_rows(units);
   const int mine = int(threadIdx.x) / threads_of_row, step = rows_at_once / kConvertRows;
@@ -185,7 +187,7 @@ __device__ __forceinline__ void convert(const ConvertParams& p, const ConvertedT
         for (int j = 0; j < kConvertColumns; ++j)
           numbers[j] = (x[i].number(j, column % kBlockColumns >= 16) - zero_point) * scale;
         store(numbers, static_cast<unsigned char*>(t.to) +
-                           ((first_to + key) * units + unit) * (kConvertColumns * bytes_of(Element(kTo))));
+                           ((s.to + key) * units + unit) * (kConvertColumns * bytes_of(Element(kTo))));
       }
     }
   }
@@ -193,9 +195,8 @@ __device__ __forceinline__ void convert(const ConvertParams& p, const ConvertedT
 
 template <Element type>
 __device__ __forceinline__ void convert(const ConvertParams& p, const ConvertedTensor& t, const SequenceRows& s, int b,
-                                        int cta, long long first_to) {
-  Columns<type>::is_aligned(t) ? convert<type, true>(p, t, s, b, cta, first_to)
-                               : convert<type, false>(p, t, s, b, cta, first_to);
+                                        int cta) {
+  Columns<type>::is_aligned(t) ? convert<type, true>(p, t, s, b, cta) : convert<type, false>(p, t, s, b, cta);
 }
 
 // blockIdx.x: a sequence and a CTA of it; blockIdx.y: K or V.
@@ -203,12 +204,11 @@ extern "C" __global__ void __launch_bounds__(kConvertThreads)
     fulgur_convert_codes(const __grid_constant__ ConvertParams p) {
   const int b = blockIdx.x / p.ctas, cta = blockIdx.x % p.ctas;
   const SequenceRows keys = keys_of(p, b);
-  const long long first = p.cu_seqlens_k != nullptr ? keys.start : static_cast<long long>(b) * p.sk;
-  if (blockIdx.y == 1) return convert<Element(kFromV)>(p, p.v, keys, b, cta, first);
+  if (blockIdx.y == 1) return convert<Element(kFromV)>(p, p.v, keys, b, cta);
   if (cta == 0 && threadIdx.x == 0) {
     p.lengths[b] = keys.count;
     if (p.starts != nullptr) p.starts[b] = b * p.sk;
     if (p.starts != nullptr && b == p.batch - 1) p.starts[p.batch] = p.batch * p.sk;
   }
-  convert<Element(kFromK)>(p, p.k, keys, b, cta, first);
+  convert<Element(kFromK)>(p, p.k, keys, b, cta);
 }
