@@ -408,6 +408,21 @@ TEST_P(Adversarial, PoisonInMaskedKeys) {
   }
 }
 
+// The key is one of 16 of which queries see the first ten: its gradients are 0.
+TEST_P(Adversarial, PoisonInAKeyThatNoQuerySees) {
+  for (const int64_t dim : {24, 128, 256}) {
+    for (const bool in_k : {true, false}) {
+      SCOPED_TRACE(in_k ? "k" : "v");
+      const Case c{.sq = 42, .sk = 48, .d = dim, .dv = dim, .mask = top_left(causal())};
+      follows_reference(c, [&](Workload& w) {
+        edit(in_k ? w.forward.k : w.forward.v, [&](std::vector<double>& x) {
+          for (int64_t i = 0; i < dim; ++i) x[43 * dim + i] = kNan;
+        });
+      });
+    }
+  }
+}
+
 TEST_P(Adversarial, InfinityInMaskedKeys) {
   for (const DType dtype : kDtypes) {
     Case c{.dtype = dtype, .sq = 90, .sk = 90, .d = 24, .dv = 24, .mask = causal()};

@@ -13,9 +13,11 @@ __device__ __forceinline__ typename Type::Memory* row_of(const StridedTensor& t,
   return static_cast<typename Type::Memory*>(t.data) + (kPacked ? 0 : batch * t.batch) + row * t.row + head * t.head;
 }
 
-// Tracks whether all values that are stored are finite.
-template <class Type>
+// Tracks whether all values that are stored are finite. Of the rows r and r + 8 of a thread row r alone is tracked,
+// which is enough where what is not finite comes by products of both, unless `both_rows`.
+template <class Type, bool both_rows = false>
 struct Finite {
+  enum : bool { kBothRows = both_rows };
   u32 trace = 0;  // 0 * everything; of f32 whether some was not
   __device__ __forceinline__ void add(u32 packed) {
     if (kHidesKeys) trace = Type::fma(packed, 0, trace);
@@ -28,6 +30,10 @@ struct Finite {
     if (kHidesKeys && trace != 0) *not_finite = 1;
   }
 };
+
+// Of gradients: what is not finite in a row that nothing sees reaches no gradient but that of the row itself.
+template <class Type>
+using GradientFinite = Finite<Type, true>;
 
 // 8 columns of a row, of which `count` exist.
 template <bool elements, bool streaming = false, class Memory>
@@ -44,9 +50,9 @@ __device__ __forceinline__ void store_global_columns(Memory* to, const u32 (&x)[
 }
 
 // A pair of adjacent columns in f32, of which `count` exist. Quads store 32 bytes side by side.
-template <class Type>
+template <class Tracked>
 __device__ __forceinline__ void store_global_pair(float* to, float low, float high, int count, bool counts,
-                                                  Finite<Type>& finite) {
+                                                  Tracked& finite) {
   if (counts) {
     finite.add(low);
     finite.add(high);
@@ -76,16 +82,17 @@ __device__ __forceinline__ void quad_transpose(u32 (&x)[4]) {
 // adjacent columns, 16 bytes, which are stored at once or by `elements`. Where columns are `permuted`
 // (sm90/forward/values.cuh) it holds them already, and they are stored as streaming data, as L2 is to keep the images
 // of V.
-template <class Type, int columns, bool elements, bool permuted = false>
+template <class Type, int columns, bool elements, bool permuted = false, class Tracked>
 __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int dims, const float (&x)[columns / 2],
-                                                 int i, int half, float scale, Finite<Type>& finite) {
+                                                 int i, int half, float scale, Tracked& finite) {
+  const bool counts = half == 0 || Tracked::kBothRows;
   if constexpr (Type::kType == kF32) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int at = i + 4 * j + 2 * half;
       const int column = 2 * i + 8 * j + 2 * int(threadIdx.x % 4);
       if (at < columns / 2) {
-        store_global_pair(out + column, x[at] * scale, x[at + 1] * scale, dims - column, half == 0, finite);
+        store_global_pair(out + column, x[at] * scale, x[at + 1] * scale, dims - column, counts, finite);
       }
     }
   } else {
@@ -94,7 +101,7 @@ __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int
     for (int j = 0; j < 4; ++j) {
       const int at = i + 4 * j + 2 * half;
       y[j] = at < columns / 2 ? Type::pack(x[at] * scale, x[at + 1] * scale) : 0;
-      if (half == 0) finite.add(y[j]);
+      if (counts) finite.add(y[j]);
     }
     if (!permuted) quad_transpose(y);
     const int column = 2 * i + 8 * u32(threadIdx.x % 4);
@@ -103,10 +110,10 @@ __device__ __forceinline__ void store_global_row(typename Type::Memory* out, int
 }
 
 // `columns` columns of the rows r, at `out`, and r + 8; `rows` rows exist from r on.
-template <class Type, int columns, bool elements, bool permuted = false>
+template <class Type, int columns, bool elements, bool permuted = false, class Tracked>
 __device__ __forceinline__ void store_global_fragment(typename Type::Memory* out, long long row_stride, int rows,
                                                       int dims, const float (&x)[columns / 2], float scale0,
-                                                      float scale1, Finite<Type>& finite) {
+                                                      float scale1, Tracked& finite) {
 #pragma unroll
   for (int i = 0; i < columns / 2; i += 16) {
     store_global_row<Type, columns, elements, permuted>(out, rows > 0 ? dims : 0, x, i, 0, scale0, finite);

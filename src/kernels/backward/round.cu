@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(kRoundThreads, kDqByFours && kDqPan
     const Lengths n = lengths_of(p, batch);
     const long long at = head * (long long)(p.statistics_rows) + statistics_row(n, kPacked, batch, p.sq);
     for (int first = 64 * blockIdx.x; first < n.sq; first += 64 * gridDim.x) {
-      const Finite<ElementQ> finite = round_rows<1>(p, n, batch, head, at, first, panel);
+      const GradientFinite<ElementQ> finite = round_rows<1>(p, n, batch, head, at, first, panel);
       if constexpr (kRepairs)
         if (__syncthreads_or(finite.trace != 0))
           for (int i = threadIdx.x / 32; i < 64; i += kRoundThreads / 32) repair_query(p, batch, head, first + i);

@@ -12,8 +12,9 @@ struct AddNothing {
 // 16 rows. The rows of the sequence and head begin at row `at` of the statistics. `add(panel, eights, dQ)` adds the
 // terms that are not in dq_accum to the thread's elements of a panel with `eights` groups of 8 columns.
 template <int panels, class Add = AddNothing>
-__device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, const Lengths& n, int batch, int head,
-                                                       long long at, int first, int panel, const Add& add = {}) {
+__device__ __forceinline__ GradientFinite<ElementQ> round_rows(const BackwardParams& p, const Lengths& n, int batch,
+                                                               int head, long long at, int first, int panel,
+                                                               const Add& add = {}) {
   // The dQ tiles of 64 rows are contiguous, one for each panel.
   const float* accum = p.dq_accum + (at + first) * (64 * kDqPanels);
   const int row = first + int(warp_row() + thread_row());
@@ -41,7 +42,7 @@ __device__ __forceinline__ Finite<ElementQ> round_rows(const BackwardParams& p, 
   }
 #pragma unroll
   for (int i = 0; i < panels; ++i) add(i, min_of(8, (p.d + 15) / 16 * 2 - 8 * (panel + i)), dQ[i]);
-  Finite<ElementQ> finite;
+  GradientFinite<ElementQ> finite;
 #pragma unroll
   for (int i = 0; i < panels; ++i)
     store_global_fragment<ElementQ, 64, kElements>(dq + 64 * (panel + i), p.dq.row, n.sq - row,

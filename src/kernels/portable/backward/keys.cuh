@@ -136,7 +136,7 @@ __device__ __forceinline__ void add_dq(const BackwardParams& p, const Part& part
 template <class Type, int dim>
 __device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim)], const Part& part,
                                                typename Type::Memory* out, long long row_stride, int rows, int dims,
-                                               float scale, Finite<Type>& finite) {
+                                               float scale, GradientFinite<Type>& finite) {
 #pragma unroll
   for (int unit = 0; unit < units_of(dim); unit += 2)
 #pragma unroll
@@ -148,7 +148,7 @@ __device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim
           const int column = 32 * (unit + j / 2) + 16 * part.half + j % 2 * 8 + 2 * int(threadIdx.x % 4);
           if (at < 8 * units_of(dim)) {
             store_global_pair(out + 8 * half * row_stride + column, G[at] * scale, G[at + 1] * scale,
-                              rows > 8 * half ? dims - column : 0, half == 0, finite);
+                              rows > 8 * half ? dims - column : 0, true, finite);
           }
         }
       } else {
@@ -157,7 +157,7 @@ __device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim
         for (int j = 0; j < 4; ++j) {
           const int at = 8 * unit + 4 * j + 2 * half;
           y[j] = at < 8 * units_of(dim) ? Type::pack(G[at] * scale, G[at + 1] * scale) : 0;
-          if (half == 0) finite.add(y[j]);
+          finite.add(y[j]);
         }
         quad_transpose(y);
         const int quad = threadIdx.x % 4;
@@ -172,7 +172,7 @@ template <class Type, int dim>
 __device__ __forceinline__ void store_gradients(const BackwardParams& p, const Keys& keys, const Part& part,
                                                 const float (&G)[kKeyTiles][8 * units_of(dim)], const StridedTensor& to,
                                                 int dims, float scale) {
-  Finite<Type> finite;
+  GradientFinite<Type> finite;
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t) {
     const int key = keys.first() + part.key + 16 * t + int(thread_row());

@@ -28,7 +28,7 @@ __device__ __forceinline__ void reduce(const BackwardParams& p, int batch, int h
       G[i + 3] += x.w;
     }
   }
-  Finite<Type> finite;
+  GradientFinite<Type> finite;
   typename Type::Memory* const out = row_of<Type>(to, batch, lengths_of(p, batch).k_start + key, head) + column;
   if constexpr (Type::kType == kF32) {
 #pragma unroll

@@ -39,7 +39,7 @@ template <class Type, int dim>
 __device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
                                                    const KeyBlock& block, int head, int strip, const StridedTensor& to,
                                                    int columns, float scale) {
-  Finite<Type> finite;
+  GradientFinite<Type> finite;
   const int key = block.block * kBlockKeys + 64 * strip + warp_row() + thread_row();
   const int rows = key_rows(p, block.batch) - key;
   typename Type::Memory* row = row_of<Type>(to, block.batch, lengths_of(p, block.batch).k_start + key, head);

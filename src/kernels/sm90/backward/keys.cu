@@ -230,7 +230,7 @@ __device__ __forceinline__ void round_complete_rows(const BackwardParams& p, u32
         for (int e = 0; e < 4; ++e) dQ[4 * j + e] += __uint_as_float(x[e]);
       }
     };
-    const Finite<ElementQ> finite = round_rows<kDqPanels>(p, n, block.batch, head, at, first, 0, add_own);
+    const GradientFinite<ElementQ> finite = round_rows<kDqPanels>(p, n, block.batch, head, at, first, 0, add_own);
     if constexpr (kRepairs) {
       if (__all_sync(0xffffffff, finite.trace == 0)) continue;
       __syncwarp();

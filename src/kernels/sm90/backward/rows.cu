@@ -223,7 +223,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     }
 
     const Lengths n = lengths_of(p, block.batch);
-    Finite<ElementQ> finite;
+    GradientFinite<ElementQ> finite;
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) {
       const int first = block.row + int(consumer() * kRowTiles + tile) * kDsTileRows;
