@@ -423,6 +423,26 @@ TEST_P(Adversarial, PoisonInAKeyThatNoQuerySees) {
   }
 }
 
+// Queries in front of the first key, whose q and dout are NaN: neither the gradients of keys nor
+// the rows after these show it.
+TEST_P(Adversarial, PoisonInQueriesThatSeeNoKey) {
+  for (const int64_t dim : {24, 128, 192}) {
+    const Case c{
+        .batch = 4, .sq = 40, .sk = 45, .d = dim, .dv = dim, .mask = causal(), .seqused = true};
+    follows_reference(c, [&](Workload& w) {
+      for (size_t b = 0; b < w.sequences.size(); ++b) {
+        const Rows& s = w.sequences[b];
+        const int64_t first = static_cast<int64_t>(b) * c.sq * dim;
+        for (const Tensor& t : {w.forward.q, w.backward.dout}) {
+          edit(t, [&](std::vector<double>& x) {
+            for (int64_t i = 0; i < (s.sq - s.sk) * dim; ++i) x[first + i] = kNan;
+          });
+        }
+      }
+    });
+  }
+}
+
 TEST_P(Adversarial, InfinityInMaskedKeys) {
   for (const DType dtype : kDtypes) {
     Case c{.dtype = dtype, .sq = 90, .sk = 90, .d = 24, .dv = 24, .mask = causal()};
