@@ -423,10 +423,15 @@ TEST_P(Adversarial, PoisonInAKeyThatNoQuerySees) {
   }
 }
 
-// Queries in front of the first key, whose q and dout are NaN: neither the gradients of keys nor
-// the rows after these show it.
-TEST_P(Adversarial, PoisonInQueriesThatSeeNoKey) {
+// Queries whose q and dout are NaN: those in front of the first key, which no gradient shows, and
+// some that see all keys, whose gradients show it, but not the rows after the last key.
+TEST_P(Adversarial, PoisonInQueriesReachesNoOtherRows) {
   for (const int64_t dim : {24, 128, 192}) {
+    const Case full{.batch = 4, .sq = 40, .sk = 45, .d = dim, .dv = dim, .seqused = true};
+    follows_reference(full, [&](Workload& w) {
+      for (const Tensor& t : {w.forward.q, w.backward.dout})
+        edit(t, [&](std::vector<double>& x) { x[3 * dim] = x[(40 + 7) * dim] = kNan; });
+    });
     const Case c{
         .batch = 4, .sq = 40, .sk = 45, .d = dim, .dv = dim, .mask = causal(), .seqused = true};
     follows_reference(c, [&](Workload& w) {

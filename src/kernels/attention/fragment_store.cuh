@@ -35,6 +35,14 @@ struct Finite {
 template <class Type>
 using GradientFinite = Finite<Type, true>;
 
+// Sets a thread's rows r and r + 8 of an accumulator to 0 where only `rows` rows exist from r on.
+template <int count>
+__device__ __forceinline__ void clear_rows_after(float (&x)[count], int rows) {
+#pragma unroll
+  for (int i = 0; i < count; ++i)
+    if (rows <= i / 2 % 2 * 8) x[i] = 0;
+}
+
 // 8 columns of a row, of which `count` exist.
 template <bool elements, bool streaming = false, class Memory>
 __device__ __forceinline__ void store_global_columns(Memory* to, const u32 (&x)[4], int count) {

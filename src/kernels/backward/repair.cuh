@@ -116,10 +116,10 @@ __device__ __forceinline__ void repair_query(const BackwardParams& p, int batch,
   store_row<ElementQ>(dq, p.d, sum, p.scale);
 }
 
-// Recomputes a row of dK and dV that is not finite. Rows after the last key are 0.
+// Recomputes a row of dK and dV that is not finite.
 __device__ __forceinline__ void repair_key(const BackwardParams& p, int batch, int head, int key) {
   const Lengths n = lengths_of(p, batch);
-  if (key >= key_rows(p, batch)) return;
+  if (key >= n.sk) return;
   ElementDk::Memory* dk = row_of<ElementDk>(p.dk, batch, n.k_start + key, head);
   ElementDv::Memory* dv = row_of<ElementDv>(p.dv_grad, batch, n.k_start + key, head);
   if (row_is_finite<ElementDk, kHeadShare>(dk, p.d) && row_is_finite<ElementDv, kValueShare>(dv, p.dv)) return;

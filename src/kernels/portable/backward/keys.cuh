@@ -170,12 +170,13 @@ __device__ __forceinline__ void store_gradient(const float (&G)[8 * units_of(dim
 
 template <class Type, int dim>
 __device__ __forceinline__ void store_gradients(const BackwardParams& p, const Keys& keys, const Part& part,
-                                                const float (&G)[kKeyTiles][8 * units_of(dim)], const StridedTensor& to,
+                                                float (&G)[kKeyTiles][8 * units_of(dim)], const StridedTensor& to,
                                                 int dims, float scale) {
   GradientFinite<Type> finite;
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t) {
     const int key = keys.first() + part.key + 16 * t + int(thread_row());
+    if (kSeqUsedK) clear_rows_after(G[t], keys.n.sk - key);
     store_gradient<Type, dim>(G[t], part, row_of<Type>(to, keys.batch, keys.n.k_start + key, keys.head), to.row,
                               key_rows(p, keys.batch) - key, dims, scale, finite);
   }

@@ -28,8 +28,12 @@ __device__ __forceinline__ void reduce(const BackwardParams& p, int batch, int h
       G[i + 3] += x.w;
     }
   }
+  const Lengths n = lengths_of(p, batch);
+#pragma unroll
+  for (int i = 0; kSeqUsedK && i < kColumns; ++i)
+    if (key >= n.sk) G[i] = 0;
   GradientFinite<Type> finite;
-  typename Type::Memory* const out = row_of<Type>(to, batch, lengths_of(p, batch).k_start + key, head) + column;
+  typename Type::Memory* const out = row_of<Type>(to, batch, n.k_start + key, head) + column;
   if constexpr (Type::kType == kF32) {
 #pragma unroll
     for (int i = 0; i < kColumns; i += 2)

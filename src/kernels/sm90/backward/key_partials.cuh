@@ -33,16 +33,19 @@ __device__ __forceinline__ void begin_gradient(const BackwardParams& p, float (&
   }
 }
 
-// Stores a complete G as rows of a gradient `to` with `columns` columns, at a kv head. Returns whether all elements of
-// the thread are finite; without kRoundsDq sets a flag for a later kernel if they are not.
+// Stores a complete G as rows of a gradient `to` with `columns` columns, at a kv head. Rows after the last key are 0,
+// which 0 times NaN of a query is not. Returns whether all elements of the thread are finite; without kRoundsDq sets a
+// flag for a later kernel if they are not.
 template <class Type, int dim>
-__device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, const float (&G)[dim / 2],
-                                                   const KeyBlock& block, int head, int strip, const StridedTensor& to,
-                                                   int columns, float scale) {
+__device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
+                                                   int head, int strip, const StridedTensor& to, int columns,
+                                                   float scale) {
   GradientFinite<Type> finite;
   const int key = block.block * kBlockKeys + 64 * strip + warp_row() + thread_row();
   const int rows = key_rows(p, block.batch) - key;
-  typename Type::Memory* row = row_of<Type>(to, block.batch, lengths_of(p, block.batch).k_start + key, head);
+  const Lengths n = lengths_of(p, block.batch);
+  if (kSeqUsedK) clear_rows_after(G, n.sk - key);
+  typename Type::Memory* row = row_of<Type>(to, block.batch, n.k_start + key, head);
   store_global_fragment<Type, dim, kElements>(row, to.row, rows, columns, G, scale, scale, finite);
   if (!kRoundsDq) finite.report(p.not_finite);
   return finite.trace == 0;
@@ -50,7 +53,7 @@ __device__ __forceinline__ bool store_key_gradient(const BackwardParams& p, cons
 
 // Stores G as a partial gradient or as the gradient, by the state of the block. Returns as store_key_gradient.
 template <class Type, int dim>
-__device__ __forceinline__ bool end_gradient(const BackwardParams& p, const float (&G)[dim / 2], const KeyBlock& block,
+__device__ __forceinline__ bool end_gradient(const BackwardParams& p, float (&G)[dim / 2], const KeyBlock& block,
                                              int strip, float* partial, const StridedTensor& to, int columns,
                                              float scale) {
   if (!kKeyGradients) return true;
