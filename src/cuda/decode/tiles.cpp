@@ -287,11 +287,13 @@ DecodePlan of_heads(DecodePlan plan, const Problem& p, const Card& card, int hea
 /// A plan with the tile of the wide path that has all rows of a kv head, else the largest.
 DecodePlan with_wide_tile(DecodePlan plan, const Problem& p, const Card& card) {
   constexpr int kMaxBuffers = 128 << 10, kMinStages = 2, kFewStages = 3;
+  constexpr int kChunkBytes = 16 << 10, kLargeChunkBytes = 32 << 10;
   struct Tile {
     int rows, strips, shares, keys;
   };
-  // Warps of 32 rows use what they load from shared memory for twice as many rows.
-  constexpr Tile kTiles[] = {{64, 2, 4, 64}, {32, 1, 4, 64}, {16, 1, 8, 128}};
+  // Warps of 32 rows use what they load from shared memory for twice as many rows, and with 128
+  // keys they use Q for twice as many keys.
+  constexpr Tile kTiles[] = {{64, 2, 4, 128}, {64, 2, 4, 64}, {32, 1, 4, 64}, {16, 1, 8, 128}};
   const int64_t rows = rows_of_kv_head(p);
   plan.warps_per_group = kMaxWarps;
   plan.warp_groups = plan.residents = 1;
@@ -303,9 +305,10 @@ DecodePlan with_wide_tile(DecodePlan plan, const Problem& p, const Card& card) {
   };
   for (const Tile& tile : kTiles) {
     // Words of a tree mask have the bits of 64 keys. They, and windows of transformed scores, leave
-    // no registers for 32 rows.
+    // no registers for 32 rows, and a bias none for as many keys.
     if (plan.tree && tile.keys > 64) continue;
     if (tile.strips > 1 && (plan.tree || (plan.transforms_scores && plan.has_left))) continue;
+    if (tile.strips > 1 && tile.keys > 64 && plan.scores_hide()) continue;
     const bool last = tile.rows == (plan.tree ? 32 : 16);
     if (rows <= tile.rows / 2 && !last) continue;
     plan.warp_strips = tile.strips;
@@ -313,8 +316,9 @@ DecodePlan with_wide_tile(DecodePlan plan, const Problem& p, const Card& card) {
     plan.block_keys = tile.keys;
     plan.tile_rows = tile.rows;
     int stages = 0;
-    // Large chunks take half the barriers.
-    for (const int bytes : {32 << 10, 16 << 10}) {
+    // Where products bind, large chunks take half the barriers.
+    for (const int bytes : {kLargeChunkBytes, kChunkBytes}) {
+      if (tile.strips == 1 && bytes > kChunkBytes) continue;
       plan.chunk_bytes = bytes;
       stages = std::min(kMaxBuffers / bytes, kernels::chunks_of_wide_tile(decode_tile(plan)));
       while (stages > kMinStages && !fits(stages)) --stages;

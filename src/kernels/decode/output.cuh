@@ -60,14 +60,17 @@ __device__ __forceinline__ float factor_of(float shift, float new_shift) {
   return shift == infinity() ? 0 : exp2_fast(new_shift - shift);
 }
 
-// Stores a work tile of a CTA with one warp group: O, or a partial result.
-__device__ __forceinline__ void store_warp_group(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
-                                                 const float (&O)[kValueDim / 2]) {
+// Stores two rows of a thread of a work tile, `first_row` and the one 8 rows on: `columns` columns from `first` on, of
+// which `dims` exist in O; or those of a partial result. `stores_stats`: with the LSE, or the shift and the sum.
+template <int columns>
+__device__ __forceinline__ void store_rows(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
+                                           const float (&O)[columns / 2], int first_row, int first, int dims,
+                                           bool stores_stats) {
   const TileRows in_tile = rows_of_tile(p, tile);
   const bool whole = tile.splits == 1;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = threadIdx.x / 32 * kWarpRows + int(thread_row()) + 8 * half;
+    const int row = first_row + 8 * half;
     const bool exists = row < in_tile.count;
     const float shift = rows.shift[half];
     const float sum = rows.sum[half];
@@ -77,17 +80,27 @@ __device__ __forceinline__ void store_warp_group(const DecodeParams& p, const Wo
                                            : static_cast<ElementO::Memory*>(p.o.data);
       Finite<ElementO> any;
 #pragma unroll
-      for (int i = 0; i < kValueDim / 2; i += 16)
-        store_global_row<ElementO, kValueDim, !kOWhole>(out, exists ? p.dv : 0, O, i, half, scale, any);
-      if (exists && threadIdx.x % 4 == 0) store_lse(p, tile, in_tile.first + row, shift, sum);
+      for (int i = 0; i < columns / 2; i += 16)
+        store_global_row<ElementO, columns, !kOWhole>(out + first, exists ? dims : 0, O, i, half, scale, any);
+      if (exists && stores_stats) store_lse(p, tile, in_tile.first + row, shift, sum);
     } else if (exists) {
       float* const partial = Schedule::partial_of(p, tile, tile.split) + row * partial_row_floats(kValueDim);
 #pragma unroll
-      for (int i = 2 * half; i < kValueDim / 2; i += 4)
-        *reinterpret_cast<float2*>(partial + 2 * (i - 2 * half) + int(thread_column())) = {O[i], O[i + 1]};
-      if (threadIdx.x % 4 == 0) store_stats(partial, shift, sum);
+      for (int i = 2 * half; i < columns / 2; i += 4) {
+        const int column = first + 2 * (i - 2 * half);
+        if (columns < kValueDim && column >= kValueDim) break;
+        *reinterpret_cast<float2*>(partial + column + int(thread_column())) = {O[i], O[i + 1]};
+      }
+      if (stores_stats) store_stats(partial, shift, sum);
     }
   }
+}
+
+// Stores a work tile of a CTA with one warp group: O, or a partial result.
+__device__ __forceinline__ void store_warp_group(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
+                                                 const float (&O)[kValueDim / 2]) {
+  store_rows<kValueDim>(p, tile, rows, O, threadIdx.x / 32 * kWarpRows + int(thread_row()), 0, p.dv,
+                        threadIdx.x % 4 == 0);
 }
 
 enum : int { kExchangeColumns = exchange_columns(kTile), kExchangeStride = exchange_stride(kTile) };

@@ -23,15 +23,37 @@ class ChunkRing {
     if (now.tile.has_keys()) following_.save(following(now));
   }
 
-  // Waits for the next chunk, and until all warps have computed the one before. Starts the loads of another one into
-  // the place of that. Returns the address of the chunk.
+  // Waits for the next chunk, and until all warps have computed the one before. Returns the address of the chunk.
   __device__ __forceinline__ u32 next() {
     async_copy_wait<kAhead - 1>();
     __syncthreads();
-    start();
     const u32 here = buffers_ + stage_ * kChunkBytes;
     if (++stage_ == kKStages) stage_ = 0;
     return here;
+  }
+
+  // Starts the loads of the next chunk, if there is one, into the place of the chunk before the one that next() has
+  // returned: a thread does so after its products, lest all of them wait. They are one group of cp.async, which may be
+  // empty.
+  __device__ __forceinline__ void start() {
+    if (more()) {
+      const u32 to = buffers_ + free_ * kChunkBytes;
+      const bool whole = kWholeColumns && kPage == 0 && (tile_ + 1) * kBlockKeys <= sequence_.n.sk;
+      if (chunk_ < kKChunks) {
+        if (whole) copy_keys<true>(to);
+        else copy_keys<false>(to);
+      } else {
+        if (whole) copy_values<true>(to);
+        else copy_values<false>(to);
+      }
+      if (++chunk_ == kKChunks + kVChunks) {
+        chunk_ = 0;
+        next_tile();
+      }
+      if (more()) fetch_ids();
+    }
+    async_copy_commit();
+    if (++free_ == kKStages) free_ = 0;
   }
 
  private:
@@ -65,28 +87,6 @@ class ChunkRing {
   __device__ __forceinline__ bool more() const { return tile_ < end_; }
   __device__ __forceinline__ void next_tile() {
     if (++tile_ == end_) take(following_.load().tile);
-  }
-
-  // Starts the loads of the next chunk, if there is one. They are one group of cp.async, which may be empty.
-  __device__ __forceinline__ void start() {
-    if (more()) {
-      const u32 to = buffers_ + free_ * kChunkBytes;
-      const bool whole = kWholeColumns && kPage == 0 && (tile_ + 1) * kBlockKeys <= sequence_.n.sk;
-      if (chunk_ < kKChunks) {
-        if (whole) copy_keys<true>(to);
-        else copy_keys<false>(to);
-      } else {
-        if (whole) copy_values<true>(to);
-        else copy_values<false>(to);
-      }
-      if (++chunk_ == kKChunks + kVChunks) {
-        chunk_ = 0;
-        next_tile();
-      }
-      if (more()) fetch_ids();
-    }
-    async_copy_commit();
-    if (++free_ == kKStages) free_ = 0;
   }
 
   static __device__ __forceinline__ int half() { return threadIdx.x / 128; }
@@ -138,35 +138,47 @@ class ChunkRing {
     async_copy16(to, bytes > 0 ? from + before : static_cast<const typename Type::Memory*>(t.data), bytes);
   }
 
+  // The row of the thread's i-th key, `step` keys after the one before. `first`: its first row, without pages.
+  template <class Type, int step>
+  __device__ __forceinline__ const typename Type::Memory* row(const StridedTensor& t, int key, int i,
+                                                              const typename Type::Memory* first) const {
+    return kPage > 0 ? row<Type>(t, key + i * step, i) : first + i * (step * t.row);
+  }
+
   template <bool whole>
   __device__ __forceinline__ void copy_keys(u32 to) const {
+    constexpr int kStep = kKChunkPanels == 1 ? 16 * kHalves : 16;
+    const int key = k_key(0);
+    const ElementK::Memory* const first = kPage > 0 ? nullptr : row<ElementK>(p_.k, key, 0);
+    to += swizzled(key - tile_ * kBlockKeys, threadIdx.x % 8);
 #pragma unroll
     for (int i = 0; i < kKRows; ++i) {
-      const int key = k_key(i);
-      const auto* const from = whole || is_there(key, i) ? row<ElementK>(p_.k, key, i) : nullptr;
-      const u32 place = to + swizzled(key % kBlockKeys, threadIdx.x % 8);
+      const bool there = whole || is_there(key + i * kStep, i);
+      const auto* const from = there ? row<ElementK, kStep>(p_.k, key, i, first) : nullptr;
 #pragma unroll
-      for (int first = 0; first < kKChunkPanels; first += kHalves) {
-        const int panel_of_chunk = first + (kKChunkPanels == 1 ? 0 : half());
+      for (int of_half = 0; of_half < kKChunkPanels; of_half += kHalves) {
+        const int panel_of_chunk = of_half + (kKChunkPanels == 1 ? 0 : half());
         const int panel = chunk_ * kKChunkPanels + panel_of_chunk;
         if (panel >= kKPanels || panel * ElementK::kPanelColumns + threadIdx.x % 8 * 8 >= kHeadDim) continue;
-        copy<ElementK, whole>(place + panel_of_chunk * kPanelBytes, from, p_.k, p_.d, panel);
+        copy<ElementK, whole>(to + i * kStep * kPanelRowBytes + panel_of_chunk * kPanelBytes, from, p_.k, p_.d, panel);
       }
     }
   }
 
   template <bool whole>
   __device__ __forceinline__ void copy_values(u32 to) const {
+    const int key = v_key(0);
+    const ElementV::Memory* const first = kPage > 0 ? nullptr : row<ElementV>(p_.v, key, 0);
+    to += swizzled(row_, threadIdx.x % 8);
 #pragma unroll
     for (int i = 0; i < kVRows; ++i) {
-      const int key = v_key(i);
-      const auto* const from = whole || is_there(key, i) ? row<ElementV>(p_.v, key, i) : nullptr;
-      const u32 place = to + swizzled(key % kVChunkKeys, threadIdx.x % 8);
+      const bool there = whole || is_there(key + i * 16, i);
+      const auto* const from = there ? row<ElementV, 16>(p_.v, key, i, first) : nullptr;
 #pragma unroll
-      for (int first = 0; first < kVPanels; first += kHalves) {
-        const int panel = first + half();
+      for (int of_half = 0; of_half < kVPanels; of_half += kHalves) {
+        const int panel = of_half + half();
         if (panel >= kVPanels || panel * ElementV::kPanelColumns + threadIdx.x % 8 * 8 >= kValueDim) continue;
-        copy<ElementV, whole>(place + panel * kVChunkPanelBytes, from, p_.v, p_.dv, panel);
+        copy<ElementV, whole>(to + i * 16 * kPanelRowBytes + panel * kVChunkPanelBytes, from, p_.v, p_.dv, panel);
       }
     }
   }

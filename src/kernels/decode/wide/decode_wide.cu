@@ -47,6 +47,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
       for (int chunk = 0; chunk < kKChunks; ++chunk) {
         const u32 k = ring.next();
         if (has_rows) multiply_scores(S, warp, k, chunk);
+        ring.start();
       }
       const bool masked = mask.cuts(key_tile);
 #pragma unroll
@@ -61,6 +62,7 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
         if (kHidesKeys && masked)
           keep_hidden_non_finite(p, O, warp, mask, rows, v, key_tile * kBlockKeys + key, key, saved.keys());
         if (has_rows) multiply_values(O, warp, v, chunk);
+        ring.start();
       }
     }
     work_tiles = saved.load();
