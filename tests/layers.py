@@ -33,7 +33,7 @@ SM90_KERNEL = [*ATTENTION_KERNEL, "kernels/sm90/ptx", "kernels/sm90/common"]
 SM90_FORWARD = [*SM90_KERNEL, "kernels/sm90/forward", "kernels/sm90/forward/maps"]
 DECODE_KERNEL = [*SM90_KERNEL, "kernels/common",
                  *(f"kernels/decode{part}"
-                   for part in ("", "/codes", "/codes/warpgroup", "/loads", "/schedule", "/wide"))]
+                   for part in ("", "/codes", "/codes/warpgroup", "/loads", "/schedule", "/warpgroup", "/wide"))]
 
 # What the files of a folder may include besides their own folder.
 FOLDERS = {
@@ -90,6 +90,7 @@ FOLDERS = {
     "kernels/decode/codes/warpgroup": DECODE_KERNEL,
     "kernels/decode/loads": DECODE_KERNEL,
     "kernels/decode/schedule": DECODE_KERNEL,
+    "kernels/decode/warpgroup": DECODE_KERNEL,
     "kernels/decode/wide": DECODE_KERNEL,
 }
 

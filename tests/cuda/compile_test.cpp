@@ -311,6 +311,17 @@ std::vector<Problem> decode_problems() {
     add({.d = d, .dv = dv, .mask = causal(), .seqused = true}, paged);
     if (d >= 128) add({.d = d, .dv = dv, .mask = chunked(300, causal()), .seqused = true}, paged);
   }
+  for (const auto& [d, dv] : {std::pair{576, 512}, {512, 512}, {320, 256}}) {  // wide heads
+    add({.hk = 1, .d = d, .dv = dv, .seqused = true}, paged);
+    add({.dtype = DType::kF16,
+         .hk = 16,
+         .d = d,
+         .dv = dv,
+         .mask = causal(),
+         .seqused = true,
+         .sinks = true},
+        paged);
+  }
   for (const int64_t d : {64, 128, 256})  // splits of more sequences than a warp has lanes
     add({.batch = 40, .hk = 1, .d = d, .dv = d, .mask = causal(), .seqused = true}, paged);
   for (const int64_t d : {64, 128, 248}) {

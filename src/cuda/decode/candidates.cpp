@@ -42,13 +42,14 @@ bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& proble
   // With several heads, warps that load nothing would have to read the scheduler's answers.
   if (tile.heads > 1 && schedule == DecodeSchedule::kDynamic) return false;
   // Each sequence has one q block a kv head.
-  if (rows_of_kv_head(p) > tile.block_rows()) return false;
+  if (rows_of_kv_head(p) > tile.q_block_rows()) return false;
   const int64_t q_blocks = p.batch * p.hk;
   if (schedule == DecodeSchedule::kSplitToFill) {
     return p.batch <= kernels::kFillSequences && q_blocks < tile.grid &&
            p.sk > kernels::chunk_keys(tile.block_keys);
   }
-  // On the wide path no warp is there to request q blocks while others compute.
+  // On the wide path no warp is there to request q blocks while others compute, and that of
+  // warpgroups has no room for the scheduler's answers.
   if (schedule == DecodeSchedule::kDynamic && tile.is_wide()) return false;
   // With a q block for each CTA there is nothing to request, and Dynamic's kernel cannot append.
   const bool requests = p.batch <= kernels::kDynamicSequences && q_blocks > tile.grid;
@@ -111,7 +112,8 @@ Fitting<DecodePlan> decode_candidate(const Problem& p, const Card& card) {
   const DecodePlan& cheapest = *std::ranges::min_element(plans, {}, &DecodePlan::expected_cycles);
   Fitting<DecodePlan> tile{cheapest, kForwardCycles * cheapest.expected_cycles, {}};
   // Groups have few q blocks with many keys, which no other kernel splits where lengths differ.
-  if (!p.of_groups && !cheapest.has_codes() && rows_of_kv_head(p) > kMaxRowsForModel) {
+  if (!p.of_groups && !cheapest.has_codes() && !cheapest.is_wide() &&
+      rows_of_kv_head(p) > kMaxRowsForModel) {
     tile.tuned_only = fmt::format("made for up to {} rows of a kv head", kMaxRowsForModel);
   }
   return tile;

@@ -22,6 +22,7 @@ constexpr double kSlicesLoss = 0.02;      ///< of it, where CTAs read different 
 constexpr double kCodeSlicesLoss = 0.15;  ///< of the time, where such CTAs convert codes
 constexpr double kSmBytes = 41;           ///< that one SM reads
 constexpr double kProductFlops = 3420;    ///< of one SM, by wgmma
+constexpr double kWideFlops = 2800;       ///< likewise, of wide heads
 constexpr double kWarpProducts = 0.5;  ///< of the rate of mma.sync, where loads wait for products
 constexpr double kSmCodes = 18;        ///< that one SM converts, for wgmma
 constexpr double kSmWideCodes = 9.3;   ///< likewise, of heads of more than 128 columns
@@ -61,9 +62,12 @@ class DecodeCost {
   DecodeCost(const DecodePlan& plan, const Problem& p) : plan_(plan), p_(p) {
     const int64_t rows = rows_of_kv_head(p);
     rows_ = p.of_groups ? ceil_div(rows, p.batch) : rows;
-    blocks_ = std::max(ceil_div(rows_, plan.block_rows()), 1);
+    blocks_ = std::max(ceil_div(rows_, plan.q_block_rows()), 1);
     rows_ = std::min<int64_t>(rows_, plan.block_rows());
     key_bytes_ = plan.heads * static_cast<double>(p.key_bytes()) / static_cast<double>(p.hk);
+    // V that has the strides of wider rows of K lies in these.
+    if (plan.is_wide_by_warpgroups() && may_have_v_in_k(p, plan) && p.dv < p.d)
+      key_bytes_ = static_cast<double>(bytes_of(p.dtypes.k, p.d));
   }
 
   double cycles(const std::vector<QBlocks>& q_blocks) const {
@@ -104,7 +108,8 @@ class DecodeCost {
     // On Hopper memory binds on the warp path.
     const bool hidden = plan_.has_wgmma() && !plan_.warpgroup_path();
     if (hidden) return 0;
-    const double flops = plan_.warpgroup_path()
+    const double flops = plan_.is_wide_by_warpgroups() ? kWideFlops
+                         : plan_.warpgroup_path()
                              ? kProductFlops
                              : kWarpProducts * mma_rate(plan_.dtypes.q, plan_.card);
     const double columns = plan_.head_dim + plan_.value_dim;
@@ -126,7 +131,7 @@ class DecodeCost {
   int path() const { return plan_.warpgroup_path() ? 1 : 0; }
   int chunks(int64_t keys) const { return ceil_div(keys, kernels::chunk_keys(plan_.block_keys)); }
   /// Warps of a CTA that compute.
-  int warps() const { return plan_.warp_groups * plan_.warps_per_group; }
+  int warps() const { return plan_.warp_groups * plan_.warps_per_group * plan_.column_groups; }
   double columns() const { return plan_.value_dim / 128.0; }
   double partial_bytes() const {
     return sizeof(float) * static_cast<double>(rows_) *
@@ -165,7 +170,7 @@ class DecodeCost {
     for (size_t i = 0; i < division.ctas.size(); ++i) {
       ctas += division.ctas[i].count;
       const double next = i + 1 < division.ctas.size() ? division.ctas[i + 1].chunks : 0;
-      const double sms = std::min(ctas / plan_.residents, 1.0 * plan_.card.sms);
+      const double sms = std::min(ctas * plan_.row_blocks / plan_.residents, 1.0 * plan_.card.sms);
       const double idle = std::min(1.0, (plan_.card.sms - sms) / kIdleSms);
       const double memory = ctas * memory_cycles() / blocks_ / (1 - kIdleLoss * idle) *
                             (division.slices ? 1 + kSlicesLoss : 1);
@@ -216,8 +221,8 @@ class DecodeCost {
 
   double combining_by_kernel(int splits, int64_t q_blocks) const {
     const int eights = plan_.combine_eights;
-    const double warps =
-        static_cast<double>(q_blocks) * ceil_div(rows_, 16) * ceil_div(plan_.value_dim / 8, eights);
+    const double warps = static_cast<double>(q_blocks * plan_.row_blocks) * ceil_div(rows_, 16) *
+                         ceil_div(plan_.value_dim / 8, eights);
     return kCombineLaunch + ceil_div(splits * eights, 16) * kLoads +
            kCombineWave * warps / (kWaveWarps * plan_.card.sms);
   }
@@ -246,7 +251,7 @@ double expected_decode_cycles(const DecodePlan& plan, const Problem& p) {
 
 bool memory_binds(const DecodePlan& plan, const Problem& p) {
   const DecodeCost cost(plan, p);
-  return cost.memory_cycles() >= cost.product_cycles() / plan.card.sms;
+  return cost.memory_cycles() >= plan.row_blocks * cost.product_cycles() / plan.card.sms;
 }
 
 }  // namespace fulgur::cuda::decode

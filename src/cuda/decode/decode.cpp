@@ -13,6 +13,7 @@ namespace fulgur::cuda::decode {
 namespace {
 
 const char* source_of(const DecodePlan& plan) {
+  if (plan.is_wide_by_warpgroups()) return "decode/wide/decode_wide_warpgroup.cu";
   if (plan.is_wide()) return "decode/wide/decode_wide.cu";
   if (plan.converts_in_registers()) return "decode/decode_codes_warpgroup.cu";
   if (plan.warpgroup_path()) return "decode/decode_warpgroup.cu";
@@ -124,6 +125,8 @@ DecodeParams DecodeExecutable::arguments(const ForwardArgs& args, const Run& run
     place_keys(inputs_[1].shape, p.k.data, &p.k_map);
     place_keys(inputs_[2].shape, p.v.data, &p.v_map);
   }
+  p.v_in_k =
+      plan_.is_wide_by_warpgroups() && may_have_v_in_k(problem_, plan_) && p.v.data == p.k.data;
   p.q_scale.data = args.descales.q_descale.data;
   set_data(args.descales.k_descale, plan_.k_scales, plan_.heads, &p.k_scale);
   set_data(args.descales.v_descale, plan_.v_scales, plan_.heads, &p.v_scale);
@@ -156,13 +159,13 @@ void DecodeExecutable::launch(const ForwardArgs& args, const AppendParams* appen
   const auto stream = static_cast<CUstream>(run.stream);
   const DecodeParams attention = arguments(args, run, workspace);
   const auto launch_kernels = [&](const void* params) {
-    cuda::launch(stream, kernel_, params, {plan_.grid}, plan_.threads(), plan_.shared_bytes,
-                 "launching the decode kernel");
+    cuda::launch(stream, kernel_, params, {plan_.grid, plan_.row_blocks}, plan_.threads(),
+                 plan_.shared_bytes, "launching the decode kernel");
     if (combine_kernel_ == nullptr || plan_.max_splits <= 1) return;
-    cuda::launch(
-        stream, combine_kernel_, params,
-        {attention.batch * attention.hk, ceil_div(plan_.combine_warps(), kernels::kCombineWarps)},
-        32 * kernels::kCombineWarps, 0, "launching the kernel that combines splits");
+    cuda::launch(stream, combine_kernel_, params,
+                 {attention.batch * attention.hk * plan_.row_blocks,
+                  ceil_div(plan_.combine_warps(), kernels::kCombineWarps)},
+                 32 * kernels::kCombineWarps, 0, "launching the kernel that combines splits");
   };
   if (attention.batch == 0) return launch_padding(args, stream);  // no row is of a sequence
   if (append == nullptr) {

@@ -30,7 +30,7 @@ bool has_blocks(DType dtype) { return is_low_bit(dtype) && format_of(dtype)->sca
 
 /// How many partial results the workspace has room for.
 int64_t room_for_splits(const Problem& p, const DecodePlan& plan) {
-  if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.grid;
+  if (plan.schedule == DecodeSchedule::kSplitToFill) return plan.ctas();
   return (p.packed_k ? p.total_k / kernels::kPackedSplitKeys : p.batch * plan.max_splits) *
          (p.hk / plan.heads);
 }
@@ -99,6 +99,15 @@ int64_t rows_of_kv_head(const Problem& p) {
   return (takes_both(p) ? few_queries(p) : p.sq) * p.group();
 }
 
+bool may_have_v_in_k(const Problem& p, const DecodeKey& plan) {
+  const ForwardShapes shapes = forward_shapes(p, 1);
+  const auto k = outer_dimensions(shapes.k), v = outer_dimensions(shapes.v);
+  for (size_t i = 0; i < k.size(); ++i)
+    if (k[i].extent > 1 && k[i].stride != v[i].stride) return false;
+  const auto panels = [&](int dim) { return kernels::panels_of(element_of(p.dtypes.k), dim); };
+  return p.dtypes.k == p.dtypes.v && p.dv <= p.d && panels(plan.value_dim) <= panels(plan.head_dim);
+}
+
 Problem as_planned(Problem p, const DecodeKey& plan) {
   p.hk /= plan.heads;
   return p;
@@ -136,7 +145,8 @@ kernels::DecodeTile decode_tile(const DecodeKey& key) {
       key.convert_warps,
       key.column_shares,
       key.warp_strips,
-      key.chunk_bytes};
+      key.chunk_bytes,
+      key.column_groups};
 }
 
 ForwardShapes decode_shapes(const Problem& p, int box_keys) {
@@ -307,7 +317,8 @@ DecodeWorkspace workspace_of(const Problem& p, const DecodePlan& plan) {
   if (p.total_q == 0) return {};
   int64_t floats = 0;  // of partial results
   if (!plan.counts_splits())
-    floats = int64_t{2} * plan.grid * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
+    floats =
+        int64_t{2} * plan.ctas() * plan.tile_rows * kernels::partial_row_floats(plan.value_dim);
   else if (plan.max_splits > 1)
     floats = room_for_splits(p, plan) * plan.split_floats();
   const ForwardShapes maps = decode_shapes(p, plan.block_keys);
@@ -330,7 +341,7 @@ std::string not_fused(const Problem& p, const DecodePlan& plan) {
   }
   if (plan.has_codes()) return "its caches hold codes, which the kernel of append makes";
   if (plan.copies()) return "k and v are copied first, to rows of multiples of 16 bytes";
-  if (plan.is_wide()) return "the wide path has no registers for it";
+  if (plan.is_wide()) return "the kernels of wide heads do not append";
   if (plan.schedule == DecodeSchedule::kDynamic) {
     return "its CTAs request q blocks from a dynamic scheduler, and must know before which rows "
            "they write";
@@ -365,8 +376,8 @@ DecodePlan fused_plan(const Problem& p, DecodePlan plan) {
 }
 
 Explanation describe(const DecodePlan& plan, const Problem& p) {
-  const int64_t q_blocks =
-      p.batch * (p.hk / plan.heads) * ceil_div(plan.heads * rows_of_kv_head(p), plan.block_rows());
+  const int64_t q_blocks = p.batch * (p.hk / plan.heads) *
+                           ceil_div(plan.heads * rows_of_kv_head(p), plan.q_block_rows());
   const double microseconds = plan.card.launch_microseconds + plan.cycles / plan.card.megahertz;
   Explanation e;
   e.Br = plan.block_rows();
@@ -381,7 +392,7 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
   e.details.add("v_stages", plan.v_stages);
   e.details.add("tma", plan.box_keys > 0);
   e.details.add("shared_bytes", plan.shared_bytes);
-  e.details.add("ctas", plan.grid);
+  e.details.add("ctas", plan.ctas());
   e.details.add("q_blocks", q_blocks);
   e.details.add("schedule", name_of(plan.schedule));
   e.details.add("splits", plan.max_splits);
@@ -393,7 +404,12 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
                   "{} warps take {} keys (Bc) at a time, d {} and dv {} as computed",
                   plan.block_rows(), plan.warp_groups, plan.warps_per_group, plan.block_keys,
                   plan.head_dim, plan.value_dim));
-  if (plan.is_wide()) {
+  if (plan.is_wide_by_warpgroups()) {
+    say(fmt::format(
+        "two warpgroups have half of the columns of O each; {} buffers of tiles of K or V, which "
+        "TMA fills with {} keys at once: {} bytes of shared memory",
+        plan.k_stages, plan.box_keys, plan.shared_bytes));
+  } else if (plan.is_wide()) {
     say(fmt::format(
         "{} warps share rows, each with {} columns of O; {} buffers of chunks of K and V, "
         "whose rows cp.async copies: {} bytes of shared memory",
@@ -411,10 +427,19 @@ Explanation describe(const DecodePlan& plan, const Problem& p) {
         plan.shared_bytes));
   }
   say(fmt::format("{} CTAs compute {} q blocks, of the lengths that the call has when it runs: {}",
-                  plan.grid, q_blocks, how_q_blocks_are_scheduled(plan, q_blocks)));
+                  plan.ctas(), q_blocks, how_q_blocks_are_scheduled(plan, q_blocks)));
   say(fmt::format("about {:.3g} us on an {} where all sequences have {} keys; {}", microseconds,
                   plan.card.name, p.sk,
                   plan.memory_binds ? "reading K and V binds" : "the products bind"));
+  if (plan.is_wide_by_warpgroups()) {
+    e.details.add("v_in_k", may_have_v_in_k(p, plan));
+    e.details.add("row_blocks", plan.row_blocks);
+    if (may_have_v_in_k(p, plan)) say("V that is the first columns of K is read with it, once");
+    if (plan.row_blocks > 1) {
+      say(fmt::format("{} CTAs at a time compute a q block, {} rows each, and read the same keys",
+                      plan.row_blocks, plan.block_rows()));
+    }
+  }
   describe_copies({{"k", plan.copies_k}, {"v", plan.copies_v}}, e);
   if (plan.appends) {
     e.details.add("append", "by_attention_kernel");

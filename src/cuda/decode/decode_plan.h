@@ -45,9 +45,11 @@ struct DecodeKey : AnyForwardKey {
   int k_stages = 0, v_stages = 0;  ///< buffers of a warp group
   int code_stages = 0;             ///< of codes, on the warpgroup path
   int convert_warps = 0;           ///< that convert these; 0: no warps do
+  int column_groups = 1;           ///< warpgroups that share tiles, each with columns of O
   int box_keys = 0;                ///< keys of a box that TMA loads; 0: lanes copy rows
   int residents = 0;               ///< CTAs of an SM
   int tile_rows = 0;               ///< rows of a block that a kv head may have
+  int row_blocks = 1;              ///< blocks of rows, of CTAs that compute them over the same keys
   int group = 0;                   ///< hq / hk
   DecodeSchedule schedule = DecodeSchedule::kStreamK;
   int lane_sequences = 1;  ///< kSplitToFill: sequences whose splits each lane computes
@@ -88,9 +90,11 @@ struct DecodeKey : AnyForwardKey {
     f("kVStages", v_stages);
     f("kCodeStages", code_stages);
     f("kConvertWarps", convert_warps);
+    f("kColumnGroups", column_groups);
     f("kBoxKeys", box_keys);
     f("kResidents", residents);
     f("kTileRows", tile_rows);
+    f("kRowBlocks", row_blocks);
     f("kGroup", group);
     f("FULGUR_SCHEDULE", schedule_type());
     f("kCombineEights", combine_eights);
@@ -113,7 +117,7 @@ struct DecodeKey : AnyForwardKey {
 struct DecodePlan : DecodeKey {
   Card card;  ///< for which it was made
   int shared_bytes = 0;
-  int grid = 0;                        ///< CTAs
+  int grid = 0;                        ///< CTAs of a strip
   int max_splits = 1, split_rows = 0;  ///< of a q block
   double cycles = 0;                   ///< predicted, where all sequences have sk keys
   double expected_cycles = 0;          ///< predicted, where their lengths may differ
@@ -128,10 +132,13 @@ struct DecodePlan : DecodeKey {
   /// Whether the warpgroup path computes the call on the card: wgmma multiplies no f32, and its
   /// warps hold whole rows of O.
   bool has_wgmma() const {
-    return features_of(card.target).has_wgmma && !exceeds_16_bits(dtypes) && !is_wide();
+    return features_of(card.target).has_wgmma && !exceeds_16_bits(dtypes) &&
+           (!is_wide() || is_wide_by_warpgroups());
   }
-  /// Whether the wide path computes the call: a warp has no registers for a whole row of O.
+  /// Whether a wide path computes the call: a warp has no registers for a whole row of O.
   bool is_wide() const { return std::max(head_dim, value_dim) > kMaxDim; }
+  /// Whether it is that of warpgroups (decode_wide_warpgroup.cu); else decode_wide.cu's.
+  bool is_wide_by_warpgroups() const { return column_groups > 1; }
   int block_rows() const { return 16 * warp_strips * warps_per_group / column_shares; }  ///< Br
   /// Whether it is decode_warpgroup.cu's (wgmma); else decode_warp.cu's or decode_codes.cu's
   /// (mma.sync).
@@ -151,7 +158,10 @@ struct DecodePlan : DecodeKey {
   /// How many warps of decode/combine.cu a q block takes.
   int combine_warps() const;
   /// Counters that are zero between launches.
-  int counters() const { return 4 * grid + 1; }
+  int counters() const { return 4 * ctas() + 1; }
+  int ctas() const { return grid * row_blocks; }
+  /// Rows of a q block.
+  int q_block_rows() const { return block_rows() * row_blocks; }
 };
 
 /// Why lanes cannot copy 16 bytes of each row of k or v at once; empty when they can.
@@ -159,6 +169,10 @@ std::string not_whole(const Layout& strides, DType dtype);
 
 /// Rows of a kv head of the longest sequence that the decode kernels compute of a problem.
 int64_t rows_of_kv_head(const Problem& problem);
+
+/// Whether V is the first columns of K in a call of decode_wide_warpgroup.cu where both have the
+/// same data.
+bool may_have_v_in_k(const Problem& problem, const DecodeKey& plan);
 
 /// A problem as a plan sees it: kv heads that a CTA reads together count as one.
 Problem as_planned(Problem problem, const DecodeKey& plan);

@@ -17,6 +17,8 @@ constexpr int kSwizzledRows = 8;
 constexpr int kMaxBoxKeys = 16;
 constexpr int kMaxWarps = 8;          ///< of a CTA, that compute
 constexpr int kReservedBytes = 1024;  ///< of shared memory, for each CTA except the first
+constexpr int kMaxRowBlocks = 4;      ///< that share the keys of wide heads
+constexpr int kWideBlockKeys = 64;    ///< of tiles of wide heads
 /// Bits of codes in K and V of a key, up to which tiles have 64 keys, and up to which CTAs have 12
 /// warps.
 constexpr int kMaxBitsOfLargeTiles = 1024, kMaxBitsOfManyWarps = 512;
@@ -24,9 +26,9 @@ constexpr int kMaxStages = 8;  ///< of a CTA that reads several heads together
 /// Keys of a CTA, from which on it reads several heads together.
 constexpr int64_t kMinKeysOfHeads = 1024;
 /// The keys of a box, which lie in one page; 0 where TMA cannot load K and V.
-int box_keys_of(const Problem& p, int block_keys) {
+int box_keys_of(const Problem& p, int block_keys, int max_keys = kMaxBoxKeys) {
   const int page = static_cast<int>(p.cache.page);
-  const int box = std::gcd(std::gcd(page, block_keys), kMaxBoxKeys);
+  const int box = std::gcd(std::gcd(page, block_keys), max_keys);
   const ForwardShapes maps = forward_shapes(p, box);
   for (const TensorShape* shape : {&maps.k, &maps.v}) {
     if (!rows_unsupported(*shape).empty() || !not_addressable(*shape).empty()) return 0;
@@ -253,6 +255,36 @@ void set_buffers(DecodePlan& plan, const Card& card) {
   }
 }
 
+/// Whether warpgroups compute wide heads: TMA loads these.
+bool takes_warpgroups(const DecodePlan& plan, const Problem& p) {
+  return features_of(plan.card.target).has_wgmma && !exceeds_16_bits(plan.dtypes) &&
+         box_keys_of(p, kWideBlockKeys, kWideBlockKeys) > 0;
+}
+
+/// A plan with the tile of wide heads for warpgroups: one ring of tiles of K and V, as many as
+/// shared memory holds.
+DecodePlan with_wide_warpgroups(DecodePlan plan, const Problem& p, const Card& card) {
+  constexpr int kColumns = 128;  // of V: a panel for each warpgroup
+  plan.column_groups = 2;
+  plan.warp_groups = 1;
+  plan.warps_per_group = kernels::kWarpgroupWarps;
+  plan.residents = 1;
+  plan.tile_rows = plan.block_rows();
+  plan.value_dim = (plan.value_dim + kColumns - 1) / kColumns * kColumns;
+  plan.whole_columns = false;
+  plan.block_keys = kWideBlockKeys;
+  plan.box_keys = box_keys_of(p, plan.block_keys, plan.block_keys);
+  // More blocks of rows of a kv head have CTAs of their own only where they are many.
+  const int blocks = ceil_div(rows_of_kv_head(p), plan.block_rows());
+  plan.row_blocks = blocks <= kMaxRowBlocks ? std::max(blocks, 1) : 1;
+  plan.grid = std::clamp(card.sms / plan.row_blocks, 1, int{kernels::kMaxSlices});
+  for (plan.k_stages = kMaxStages; plan.k_stages > 1; --plan.k_stages) {
+    plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
+    if (plan.shared_bytes <= card.shared_bytes) break;
+  }
+  return plan;
+}
+
 /// A plan with the tile of several heads together: a warp for each head and tile of keys.
 DecodePlan of_heads(DecodePlan plan, const Problem& p, const Card& card, int heads) {
   const int64_t rows = rows_of_kv_head(p);
@@ -368,7 +400,10 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   const auto add = [&](int warps, int residents = 1) {
     tiles.push_back(with_tile(common, p, card, warps, residents));
   };
-  if (common.is_wide()) return {with_wide_tile(common, p, card)};
+  if (common.is_wide()) {
+    return {takes_warpgroups(common, p) ? with_wide_warpgroups(common, p, card)
+                                        : with_wide_tile(common, p, card)};
+  }
   if (!common.has_wgmma()) {
     add(rows > 16 && dim <= 128 ? 2 : 1);
     if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);

@@ -90,8 +90,8 @@ __device__ __forceinline__ float shift_of(float max, float c) {
 }
 
 // Moves both rows to new maxima. O and the sums were relative to the old ones.
-template <bool first>
-__device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, float max0, float max1, float c) {
+template <bool first, int count>
+__device__ __forceinline__ void rescale(float (&O)[count], Rows& rows, float max0, float max1, float c) {
   const float old0 = rows.shift[0];
   const float old1 = rows.shift[1];
   const float shift0 = fminf(old0, shift_of(max0, c));
@@ -102,7 +102,7 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
   const float factor0 = shift0 == infinity() ? 1 : exp2_fast(shift0 - old0);
   const float factor1 = shift1 == infinity() ? 1 : exp2_fast(shift1 - old1);
 #pragma unroll
-  for (int i = 0; i < kValueDim / 2; ++i) O[i] *= i & 2 ? factor1 : factor0;
+  for (int i = 0; i < count; ++i) O[i] *= i & 2 ? factor1 : factor0;
   rows.sum[0] *= factor0;
   rows.sum[1] *= factor1;
 }
@@ -110,10 +110,9 @@ __device__ __forceinline__ void rescale(float (&O)[kValueDim / 2], Rows& rows, f
 // P is exact for any shift, as long as nothing overflows, so the maximum in use may be an older one. No new one is
 // computed until the sum of some row of the warp exceeds kSumLimit. Those of rows without a key so far (shift = +inf)
 // and of non-finite scores always do. `wait_for_o` waits for products that add to O, before O is rescaled.
-template <bool first, class WaitForO>
-__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                             float (&O)[kValueDim / 2], Rows& rows, float c,
-                                             const WaitForO& wait_for_o) {
+template <bool first, int count, class WaitForO>
+__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float (&O)[count],
+                                             Rows& rows, float c, const WaitForO& wait_for_o) {
   float sum0, sum1;
   if (!first) {
     const bool settled =
@@ -141,9 +140,9 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
 }
 
 // The same where no product is adding to O.
-template <bool first>
-__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
-                                             float (&O)[kValueDim / 2], Rows& rows, float c) {
+template <bool first, int count>
+__device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float (&O)[count],
+                                             Rows& rows, float c) {
   softmax_step<first>(S, P, O, rows, c, [] {});
 }
 

@@ -9,6 +9,10 @@ extern "C" __global__ void __launch_bounds__(32 * kCombineWarps)
   WorkTile tile = {};
   tile.batch = blockIdx.x / p.hk;
   tile.head = blockIdx.x % p.hk;
+  if (kRowBlocks > 1) {
+    tile.block = tile.batch / p.batch;
+    tile.batch %= p.batch;
+  }
   const int splits = Schedule::find_splits(p, tile);
   const int warp = blockIdx.y * kCombineWarps + threadIdx.x / 32;
   if constexpr (Schedule::kFragments) {

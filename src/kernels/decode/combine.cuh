@@ -190,11 +190,12 @@ __device__ __forceinline__ void end_split(const DecodeParams& p, const WorkTile&
     const int each = splits_per_group(tile.splits);
     const int first = tile.split / each * each;
     const SplitRange group = {first, 1, min(tile.splits - first, each)};
-    if (!is_last(p.tickets + 2 * gridDim.x + S::slot_of(p, tile, first), group.count)) return;
+    if (!is_last(p.tickets + 2 * kRowBlocks * gridDim.x + S::slot_of(p, tile, first), group.count)) return;
     combine_splits(p, tile, group, false);
     splits = {0, each, (tile.splits + each - 1) / each};
   }
-  if (is_last(p.tickets + tile.first_partial, splits.count)) combine_splits(p, tile, splits, true);
+  const int ticket = tile.first_partial + (kRowBlocks > 1 ? gridDim.x * tile.block : 0);
+  if (is_last(p.tickets + ticket, splits.count)) combine_splits(p, tile, splits, true);
 }
 
 // Ends a work tile whose result is stored, and goes on to the next one. Returns whether there is one.

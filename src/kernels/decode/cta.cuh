@@ -16,7 +16,8 @@ constexpr DecodeTile kTile = {kOperands,      {StoredQ::kType, StoredK::kType, S
                               kBoxKeys,       kKStages,
                               kVStages,       kCodeStages,
                               kConvertWarps,  kColumnShares,
-                              kWarpStrips,    kChunkBytes};
+                              kWarpStrips,    kChunkBytes,
+                              kColumnGroups};
 
 enum : int {
   kWarpgroupPath = is_warpgroup_path(kTile),  // decode_warpgroup.cu, else decode_warp.cu or decode_codes.cu
@@ -24,7 +25,7 @@ enum : int {
   kConverts = kConvertWarps > 0,              // the warps that load convert codes
   kConvertsInRegisters = converts_in_registers(kTile),  // the warpgroups do
   kStoredByLanes = kConverts || kBoxKeys == 0,          // tiles that products read, not by TMA
-  kComputeWarps = kWarpGroups * kWarpsPerGroup,
+  kComputeWarps = kWarpGroups * kWarpsPerGroup * kColumnGroups,
   kComputeThreads = 32 * kComputeWarps,
   kCtaWarps = decode_warps(kTile),
   kCtaThreads = 32 * kCtaWarps,
@@ -33,6 +34,7 @@ enum : int {
   kQueryRows = kRowsOfWarp * kWarpsPerGroup,
   kQPanelBytes = kQueryRows * kPanelRowBytes,
   kWarpGroupThreads = 32 * kWarpsPerGroup,
+  kWarpColumns = kValueDim / kColumnGroups,  // of O that a warp has
   kFirstLoadWarp = kComputeWarps % kCtaWarps,  // warps that load come after those that compute, or are the same
   kLoadsAhead = kComputeWarps == kCtaWarps,    // a warp loads for its own products
   kKeysPerChunk = chunk_keys(kBlockKeys),      // of stream-K
@@ -63,22 +65,27 @@ __device__ __forceinline__ u32 shared_base() { return u32(__cvta_generic_to_shar
 
 // Named barriers: at kTileBarrier and the next ones the warps of a warp group meet, which share tiles of K and V; at
 // kSoftmaxBarrier and the next ones the warps of a warpgroup that converts codes in registers, which share P; at
-// kAlternate and the next one two warpgroups of a warp group alternate; at kComputeBarrier all warp groups meet where
-// they are not the whole CTA; at kFirstQuery the warps that load wait until the warp groups have requested their first
-// Q.
+// kAlternate and the next one two warpgroups of a warp group alternate, or each passes its P to the other one; at
+// kComputeBarrier all warp groups meet where they are not the whole CTA; at kFirstQuery the warps that load wait until
+// the warp groups have requested their first Q.
 enum : int { kTileBarrier = 1, kSoftmaxBarrier = 4, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
-// A barrier of a warp group, whose warps share rows of K and V. With kHeads each warp has rows of its own, which share
-// 16 bytes with those of the next head if they begin in the middle of these. The loop makes the barrier's number a
-// constant, without which the compiler reserves all 16.
+// A barrier of a warp group, whose warps share rows of K and V, or of one of its warpgroups with columns of O of its own.
+// With kHeads each warp has rows of its own, which share 16 bytes with those of the next head if they begin in the
+// middle of these. The loop makes the barrier's number a constant, without which the compiler reserves all 16.
 __device__ __forceinline__ void sync_warp_group(int warp_group) {
   if constexpr (kWarpsPerGroup == 1 || (kHeads > 1 && kVPiece != kMiddle)) {
     __syncwarp();
   } else {
 #pragma unroll
-    for (int i = 0; i < kWarpGroups; ++i)
+    for (int i = 0; i < kWarpGroups * kColumnGroups; ++i)
       if (warp_group == i) named_barrier_sync(kTileBarrier + i, kWarpGroupThreads);
   }
+}
+
+// The first column of O that a warp has, of kWarpColumns.
+__device__ __forceinline__ int first_column_of_warp() {
+  return kColumnGroups == 1 ? 0 : int(threadIdx.x / kWarpGroupThreads) * kWarpColumns;
 }
 
 // A barrier of all warp groups.

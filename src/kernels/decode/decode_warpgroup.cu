@@ -14,7 +14,8 @@
 #include "decode/fragments.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
 #include "decode/non_finite.cuh"
-#include "sm90/ptx/descriptor.cuh"
+#include "decode/warpgroup/products.cuh"
+#include "decode/warpgroup/queries.cuh"
 
 static_assert(kWarpgroupPath);
 
@@ -29,34 +30,6 @@ enum : int {
   kConvertRegisters = kComputeGroups == 1 ? 128 : kPageOfEachKey && kLoadGroups == 1 ? 120 : 88,
   kLoadRegisters = kConverts ? kConvertRegisters : kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
   kComputeRegisters = ((kCtaWarps == 16 ? 512 : 504) - kLoadGroups * kLoadRegisters) / kComputeGroups,
-};
-
-// Q of the work tiles that have keys, one after another. Warps that load bring it, except the first one.
-class Queries {
- public:
-  __device__ __forceinline__ Queries(const DecodeParams& p, const WorkTile& first, bool more)
-      : buffer_(shared_base(), 0), is_there_(more && first.has_keys()) {
-    if (is_there_) copy_query<kComputeThreads>(p, first, threadIdx.x);
-    async_copy_commit();
-    // The warps that load wait for this, as Q would arrive late after requests of K and V.
-    named_barrier_arrive(kFirstQuery, kCtaThreads);
-    async_copy_wait<0>();
-    sync_compute_warps();
-  }
-  __device__ __forceinline__ void begin_work_tile(const DecodeParams&, const WorkTile&) {
-    if (!is_there_) {
-      buffer_.wait_full();
-      buffer_.advance();
-    }
-    is_there_ = false;
-    fence_async_proxy();
-  }
-  // Releases Q, which the warp group does not read again.
-  __device__ __forceinline__ void release() const { mbarrier_arrive_if(buffer_.empty(), threadIdx.x % 32 == 0); }
-
- private:
-  QueryBuffer buffer_;
-  bool is_there_;
 };
 
 // Scores of 16-bit Q and K are products as they are.
@@ -118,30 +91,6 @@ class Tiles {
   KBuffers keys_;
   VBuffers values_;
 };
-
-// Issues S = Q K^T.
-__device__ __forceinline__ void issue_scores(float (&S)[kBlockKeys / 2], u32 q, u32 k) {
-  const u32 Q = uniform_descriptor(q, 0);
-  const u32 K = uniform_descriptor(k, 0);
-#pragma unroll
-  for (int step = 0; step < kHeadDim / ElementK::kStep; ++step) {
-    const int inside = step % kPanelSteps * kStepBytes;
-    Wgmma<kBlockKeys, ElementK::kType>::multiply<kAlongK, kAlongK>(
-        S, Q + ((step / kPanelSteps * kQPanelBytes + inside) >> 4),
-        K + ((step / kPanelSteps * kPanelBytes + inside) >> 4), step != 0);
-  }
-  wgmma_commit();
-}
-
-// Issues O += P V.
-__device__ __forceinline__ void issue_values(float (&O)[kValueDim / 2], const u32 (&P)[kBlockKeys / 4], u32 v) {
-  const u32 V = uniform_descriptor(v, kPanelBytes);
-#pragma unroll
-  for (int step = 0; step < kBlockKeys / ElementV::kStep; ++step)
-    Wgmma<kValueDim, ElementV::kType>::multiply<kAcrossK>(O, P + 4 * step,
-                                                          V + (step * ElementV::kStep * kPanelRowBytes >> 4), 1);
-  wgmma_commit();
-}
 
 // The products of a warpgroup over the tiles of a work tile: O += P V of a tile goes with S = Q K^T of the next one.
 // The two warpgroups of a warp group alternate, so that one multiplies while the other one is at its softmax.

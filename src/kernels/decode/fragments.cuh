@@ -17,8 +17,9 @@ __device__ __forceinline__ float* fragment_stats(float* partial, int row) {
 static_assert(!Schedule::kFragments || kWarpGroups == 1 ||
               (kWarpGroups == 2 && kLayout.k_full >= int(kBlockRows) * (kValueDim + 2) * 4));
 __device__ __forceinline__ void store_fragments(const DecodeParams& p, const WorkTile& tile, Rows& rows,
-                                            float (&O)[kValueDim / 2]) {
-  const int warp_group = threadIdx.x / kWarpGroupThreads;
+                                            float (&O)[kWarpColumns / 2]) {
+  const int warp_group = kWarpGroups > 1 ? threadIdx.x / kWarpGroupThreads : 0;
+  const int first_column = first_column_of_warp();
   const int warp_in_group = threadIdx.x / 32 % kWarpsPerGroup;
   const int row = warp_in_group * kWarpRows + int(thread_row());
   if (kWarpGroups > 1 && tile.begin + 1 < tile.end) {
@@ -26,7 +27,7 @@ __device__ __forceinline__ void store_fragments(const DecodeParams& p, const Wor
     if (warp_group == 1) {
       sync_warp_group(1);
 #pragma unroll
-      for (int i = 0; i < kValueDim / 8; ++i)
+      for (int i = 0; i < kWarpColumns / 8; ++i)
         *reinterpret_cast<float4*>(fragment_of(second, warp_in_group, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
                                                                            O[4 * i + 3]};
 #pragma unroll
@@ -47,7 +48,7 @@ __device__ __forceinline__ void store_fragments(const DecodeParams& p, const Wor
         rows.sum[i] = mine[i] * rows.sum[i] + others[i] * other_stats.y;
       }
 #pragma unroll
-      for (int i = 0; i < kValueDim / 8; ++i) {
+      for (int i = 0; i < kWarpColumns / 8; ++i) {
         const float4 x = *reinterpret_cast<const float4*>(fragment_of(second, warp_in_group, i));
         O[4 * i] = mine[0] * O[4 * i] + others[0] * x.x;
         O[4 * i + 1] = mine[0] * O[4 * i + 1] + others[0] * x.y;
@@ -59,12 +60,12 @@ __device__ __forceinline__ void store_fragments(const DecodeParams& p, const Wor
   if (warp_group != 0 || warp_in_group * kWarpRows >= rows_of_tile(p, tile).count) return;
   float* const partial = Schedule::partial_of(p, tile, tile.split);
 #pragma unroll
-  for (int i = 0; i < kValueDim / 8; ++i)
-    *reinterpret_cast<float4*>(fragment_of(partial, warp_in_group, i)) = {O[4 * i], O[4 * i + 1], O[4 * i + 2],
-                                                                      O[4 * i + 3]};
+  for (int i = 0; i < kWarpColumns / 8; ++i)
+    *reinterpret_cast<float4*>(fragment_of(partial, warp_in_group, first_column / 8 + i)) =
+        float4{O[4 * i], O[4 * i + 1], O[4 * i + 2], O[4 * i + 3]};
 #pragma unroll
   for (int i = 0; i < 2; ++i)
-    if (threadIdx.x % 4 == 0)
+    if (first_column == 0 && threadIdx.x % 4 == 0)
       *reinterpret_cast<float2*>(fragment_stats(partial, row + 8 * i)) = {rows.shift[i], rows.sum[i]};
 }
 
@@ -134,8 +135,9 @@ __device__ __forceinline__ void combine_fragments(const DecodeParams& p, const W
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int at = row + 8 * half;
-    if (at >= rows_of_tile(p, tile).count) continue;
+    const TileRows in_tile = rows_of_tile(p, tile);
+    if (row + 8 * half >= in_tile.count) continue;
+    const int at = in_tile.first + row + 8 * half;
     const float scale = normalizer(p.sinks, head_of_row(tile, at), sum[half], shift[half]);
     ElementO::Memory* const out = row_of_tile<ElementO>(p, p.o, tile, at);
 #pragma unroll

@@ -60,6 +60,7 @@ struct DecodeTile {
   int code_stages, convert_warps;  // of codes on the warpgroup path; warps that convert them, to tiles of f16
   // On the wide path warps that share rows, times 16 rows that they have, and bytes of a chunk of K or V; else 1, 1, 0.
   int column_shares, warp_strips, chunk_bytes;
+  int column_groups;               // warpgroups that share the rows and keys of a tile, each with a part of O's columns
 };
 
 // Whether several warps share rows, because a warp has no registers for all columns of their O (decode/wide/).
@@ -119,12 +120,17 @@ FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece, int h
   return panels_of(stored, dim) * panel_row_bytes(stored, dim) * keys;
 }
 
+// Panels of a tile of K or V, where warpgroups have different columns of O.
+FULGUR_SHARED int wide_panels(const DecodeTile& tile) {
+  return max_of(panels_of(tile.types.k, tile.head_dim), panels_of(tile.types.v, tile.value_dim));
+}
+
 // Warps of a CTA.
 FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
   const int load_warps = tile.convert_warps > 0                       ? tile.convert_warps
                          : is_warpgroup_path(tile) || tile.heads > 1 ? int(kLoadWarps)
                                                                      : 0;
-  return tile.warp_groups * tile.warps_per_group + load_warps;
+  return tile.warp_groups * tile.warps_per_group * tile.column_groups + load_warps;
 }
 
 // Rows of Q in shared memory of a warp. With several heads these are all rows of a kv head, for which 8 may suffice.
@@ -155,7 +161,8 @@ struct DecodeLayout {
   int coded_v, coded_scales;             // in a stage
   int code_full;                         // [K, V][warp that converts][code stage]: barriers of boxes of codes
   int k_factors, v_factors;              // [stage][key]: what scales the scores of a key, and its P
-  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together
+  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together; k_full of
+                                         // warpgroups with different columns of O: [stage][panel]
   int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
   int group_bytes;                       // from one warp group's buffers to the next one's
   int q;                                 // [panel][row][64 columns], swizzled
@@ -172,6 +179,8 @@ struct DecodeLayout {
   int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
   int scan;                              // two ints a warp: sums over sequences, and the longest q block; later a flag
   int states, state_bytes;               // [warp group]: rows, votes and scales of V of one that converts codes
+  int p, p_rows, p_hidden;               // of warpgroups that share tiles: P of a tile, as threads hold it; [row]: its
+                                         // shift; [thread]: bits of its hidden scores
   int bytes;
 };
 
@@ -198,6 +207,8 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   const int stored_v_bytes = tile_bytes(tile.stored.v, tile.value_dim, tile.block_keys, tile.v_piece, tile.heads);
   map.k_bytes = converts ? tile_bytes(tile.types.k, tile.head_dim, tile.block_keys, 0, 1) : stored_k_bytes;
   map.v_bytes = converts ? tile_bytes(tile.types.v, tile.value_dim, tile.block_keys, 0, 1) : stored_v_bytes;
+  // Warpgroups with different columns of O have one ring, of tiles of K and of V.
+  if (tile.column_groups > 1) map.k_bytes = max_of(map.k_bytes, map.v_bytes);
   map.k = in_registers ? tile.block_keys * kPanelRowBytes : 0;  // after P
   // Boxes begin where swizzles of eight of their rows do.
   const int lines = is_warpgroup_path(tile) || tile.box_keys == 0 || tile.heads > 1
@@ -220,7 +231,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
     map.v_factors = map.k_factors + tile.k_stages * factor_bytes;
     map.k_full = (map.v_factors + tile.v_stages * factor_bytes + 1023) / 1024 * 1024;
   }
-  map.k_empty = map.k_full + 8 * tile.k_stages;
+  map.k_empty = map.k_full + 8 * tile.k_stages * (tile.column_groups > 1 ? wide_panels(tile) : 1);
   map.v_full = map.k_empty + 8 * tile.k_stages;
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
@@ -243,7 +254,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.q_factors = map.totals + exchanged_rows * 8;
   map.work_tiles = map.q_factors + (is_code(tile.stored.k) && !converts ? rows * 4 : 0);
   if (converts) map.q_factors = map.k_full + 512;  // 1024 bytes have barriers, and room for 128 rows
-  map.tile_full = map.work_tiles + tile.warp_groups * tile.warps_per_group * 64;
+  map.tile_full = map.work_tiles + tile.warp_groups * tile.warps_per_group * tile.column_groups * 64;
   const bool of_boxes = tile.box_keys > 0 && tile.heads == 1 && !is_warpgroup_path(tile);
   const int barriers = of_boxes ? tile.warp_groups * tile.k_stages : 0;
   map.schedule = map.tile_full + (barriers + 1) / 2 * 16;
@@ -251,6 +262,13 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.ranks = map.slots + kDynamicSlots * 32;
   map.scan = map.ranks + kDynamicSequences * 4;
   map.bytes = map.scan + decode_warps(tile) * 8;
+  if (tile.column_groups > 1) {
+    const int p_bytes = rows * tile.block_keys * bytes_of(tile.types.v);
+    map.p = (map.bytes + 15) / 16 * 16;
+    map.bytes = map.p + p_bytes;
+    map.p_rows = map.k_full + 256;  // 1024 bytes have barriers, and room for these
+    map.p_hidden = map.p_rows + rows * 4;
+  }
   if (in_registers) {
     map.states = (map.bytes + 127) / 128 * 128;
     const int value_scale_bytes = tile.value_dim / 32 * 4 * tile.block_keys;

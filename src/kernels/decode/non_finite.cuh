@@ -10,7 +10,7 @@ struct ValueTile {
   u32 v, factors = 0;
 };
 
-enum : int { kVWords = kValueDim * ElementV::kBytes / 4 };  // of a key
+enum : int { kVWords = kWarpColumns * ElementV::kBytes / 4 };  // of a key
 
 template <int panel_bytes = kPanelBytes>
 __device__ __forceinline__ u32 word_place(u32 v, int key, int word) {
@@ -49,15 +49,15 @@ __device__ __forceinline__ void replace_non_finite(u32 v, int keys, int thread, 
 // Adds NaN and infinity of V to O in the rows that see their key, and replaces them by 0 in shared memory for the
 // product. `sync` is a barrier of the warp group, which shares the tile.
 template <class Sync>
-__device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2], const ThreadRows& rows,
-                                               const HiddenScores<ByRows>& hidden, int key_tile,
-                                               const ValueTile& values, Sync sync) {
+__device__ __forceinline__ void add_non_finite(const DecodeParams& p, float (&O)[kWarpColumns / 2],
+                                               const ThreadRows& rows, const HiddenScores<ByRows>& hidden,
+                                               int key_tile, const ValueTile& values, Sync sync) {
   sync();
 #pragma unroll 1
   for (int key = 0; key < kBlockKeys; ++key) {
     const bool seen[2] = {sees(p, rows, hidden, 0, key_tile, key), sees(p, rows, hidden, 1, key_tile, key)};
 #pragma unroll
-    for (int i = 0; i < kValueDim / 2; i += 4) {
+    for (int i = 0; i < kWarpColumns / 2; i += 4) {
       float x[2];
       load_not_finite(word_place(values.v, key, (2 * i + int(thread_column())) * ElementV::kBytes / 4), x);
       if (kVFactors) {
@@ -107,7 +107,7 @@ __device__ __forceinline__ bool hides_non_finite(u32 v, int key_tile, const KeyR
 
 // Keeps NaN and infinity of V in a tile that the mask cuts away from the rows that do not see their keys.
 template <class Sync>
-__device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kValueDim / 2],
+__device__ __forceinline__ void add_hidden_non_finite(const DecodeParams& p, float (&O)[kWarpColumns / 2],
                                                       const TileMask& mask, const HiddenScores<ByRows>& hidden,
                                                       int key_tile, const ValueTile& values,
                                                       const SavedWorkTiles& saved, Sync sync) {

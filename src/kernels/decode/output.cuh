@@ -98,9 +98,10 @@ __device__ __forceinline__ void store_rows(const DecodeParams& p, const WorkTile
 
 // Stores a work tile of a CTA with one warp group: O, or a partial result.
 __device__ __forceinline__ void store_warp_group(const DecodeParams& p, const WorkTile& tile, const Rows& rows,
-                                                 const float (&O)[kValueDim / 2]) {
-  store_rows<kValueDim>(p, tile, rows, O, threadIdx.x / 32 * kWarpRows + int(thread_row()), 0, p.dv,
-                        threadIdx.x % 4 == 0);
+                                                 const float (&O)[kWarpColumns / 2]) {
+  const int first = first_column_of_warp();
+  store_rows<kWarpColumns>(p, tile, rows, O, threadIdx.x / 32 % kWarpsPerGroup * kWarpRows + int(thread_row()), first,
+                           p.dv - first, first == 0 && threadIdx.x % 4 == 0);
 }
 
 enum : int { kExchangeColumns = exchange_columns(kTile), kExchangeStride = exchange_stride(kTile) };

@@ -12,7 +12,7 @@
 //   kKPiece, kVPiece  how rows of blocks are copied (decode/layout.h): by pieces of 4, 8 or 16 bytes, 2 or kMiddle; 0:
 //                   there are no blocks
 //   kHeadDim        d rounded up to 16; columns beyond d are zeros
-//   kValueDim       dv rounded up to 16; both to 32 with codes of 4 bits
+//   kValueDim       dv rounded up to 16; both to 32 with codes of 4 bits; with kColumnGroups to 128
 //   kHeads          kv heads that a CTA reads together, each by a warp of a warp group. They count as one in hk, and
 //                   kGroup has the q heads of all of them
 //   kWarpsPerGroup  warps of a warp group, 16 rows each: Br = 16 * kWarpsPerGroup. Four or eight are warpgroups, except
@@ -26,10 +26,14 @@
 //   kKStages, kVStages  buffers of a warp group, of kBlockKeys rows of K, of V each
 //   kCodeStages     buffers of a warp group, of the codes of kBlockKeys keys, on the warpgroup path; else 0
 //   kConvertWarps   warps of a CTA that convert these; else 0
+//   kColumnGroups   warpgroups that share the rows and keys of a tile, each with a part of O's columns
+//                   (wide/decode_wide_warpgroup.cu); else 1
 //   kBoxKeys        keys of a page that TMA loads at once, on the warpgroup path and of codes; 0: lanes copy rows
 //   kResidents      CTAs of an SM
 //   kTileRows       rows of a block that a kv head may have: 4 or 8 where Br is 16, else Br; of all of kHeads
 //   kCombineEights  times eight columns that a warp of decode/combine.cu takes (Schedule::kFragments)
+//   kRowBlocks      all blocks of rows of a kv head, which as many CTAs compute at the same time over the same keys; 1:
+//                   each block of rows is a q block of its own
 //   kGroup          hq / hk, of all of kHeads
 //   kQWhole, kOWhole  1: rows of q, of o are multiples of 16 bytes, strides and base included
 //   kWholeColumns   1: d and dv are kHeadDim and kValueDim
@@ -86,16 +90,18 @@ struct DecodeParams : DecodeMaps, CallParams {
   const int* leftpad_k;        // [b], kLeftPad
 
   // Partial results of splits, as Schedule::partial_of says. StreamK, StreamKOrRoundRobin, Dynamic:
-  // [2 * CTAs][kTileRows][partial_row_floats(kValueDim)]; SplitToFill: [CTAs][split_floats]; InvariantSplits:
-  // [b][hk][max_splits][split_floats], kPackedK: [hk][total_k / kPackedSplitKeys][split_floats].
+  // [kRowBlocks][2 * CTAs][kTileRows][partial_row_floats(kValueDim)]; SplitToFill: [kRowBlocks][CTAs][split_floats], of
+  // the CTAs of a block; InvariantSplits: [b][hk][max_splits][split_floats], kPackedK:
+  // [hk][total_k / kPackedSplitKeys][split_floats].
   float* partial;
-  int* tickets;    // [4 * CTAs + 1], zero before the first launch; every launch leaves them zero
+  int* tickets;    // [4 * CTAs of all blocks + 1], zero before the first launch; every launch leaves them zero
 
   Sinks sinks;     // kHasSinks
   const unsigned long long* tree_mask;  // [b, sq], packed [total_q], kTree: bit j is that of key sk - sq + j
   int max_splits, split_floats;  // SplitToFill, InvariantSplits: of a q block; floats of a partial result
   fulgur::kernels::Divisor to_fill, to_fit, heads;  // SplitToFill: CTAs, and these less the q blocks; hk
   CodeScales k_scale, v_scale, k_zero_point, v_zero_point, q_scale;  // of codes; strides of k and v then count bytes
+  int v_in_k;  // kColumnGroups: V is the first dv columns of K, whose tiles are those of V, too
   [[no_unique_address]] fulgur::kernels::ExpressionArguments expression;
 };
 

@@ -55,8 +55,9 @@ __device__ __forceinline__ DecodeSequence sequence_of(const DecodeParams& p, int
   return s;
 }
 
-// The number of blocks of rows of a kv head.
+// The number of q blocks of a kv head: blocks of rows, or all of kRowBlocks together.
 __device__ __forceinline__ int q_blocks_of(const Lengths& n) {
+  if (kRowBlocks > 1) return n.sq > 0;
   return (n.sq * kGroup + kBlockRows - 1) / kBlockRows;
 }
 
@@ -65,7 +66,8 @@ __device__ __forceinline__ KeyRange keys_of_rows(const DecodeParams& p, const Le
   return keys_seen_by_any(band_of(p), n, first / kGroup, last / kGroup);
 }
 
-// The keys that a block of rows sees.
+// The keys that a q block sees.
 __device__ __forceinline__ KeyRange keys_of_q_block(const DecodeParams& p, const Lengths& n, int block) {
+  if (kRowBlocks > 1) return keys_of_rows(p, n, 0, n.sq * kGroup - 1);
   return keys_of_rows(p, n, block * kBlockRows, min((block + 1) * kBlockRows, n.sq * kGroup) - 1);
 }

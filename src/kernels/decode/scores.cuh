@@ -76,6 +76,9 @@ class HiddenScores {
 #pragma unroll
     for (int i = 0; kScoreMod && i < count; ++i) bits_[i / 32] |= u32(S[i] == -infinity()) << i % 32;
   }
+  // The bits of up to 32 scores, and scores with these bits.
+  __device__ __forceinline__ u32 word() const { return bits_[0]; }
+  __device__ __forceinline__ explicit HiddenScores(u32 word) : bits_{word, 0} {}
   // Whether the thread's i-th row has such a score at a key of the tile. All lanes of the warp call this together.
   __device__ __forceinline__ bool has(int i, int key) const {
     const int lane = Layout::lane_of(key), bit = Layout::element_of(i, key);

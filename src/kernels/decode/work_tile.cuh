@@ -15,7 +15,7 @@ __device__ __forceinline__ QBlockKeys q_block_keys(const DecodeParams& p, const 
 }
 
 struct WorkTile {
-  int batch, head, block;  // the q block: its sequence, its kv head, its block of rows
+  int batch, head, block;  // the q block: its sequence, its kv head, its block of rows, with kRowBlocks the CTA's
   DecodeSequence sequence;
   int begin, end;     // its tiles of kBlockKeys keys
   int split, splits;  // which split of the q block it is, and how many there are

@@ -67,6 +67,9 @@ __device__ __forceinline__ u32 load_shared_u8(u32 address) {
 __device__ __forceinline__ void load_shared_pair(u32 address, float& a, float& b) {
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "r"(address) : "memory");
 }
+__device__ __forceinline__ void store_shared_pair(u32 address, float a, float b) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(a), "f"(b) : "memory");
+}
 __device__ __forceinline__ void store_shared(u32 address, int x) {
   asm volatile("st.shared.s32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }

@@ -119,6 +119,7 @@ TEST_F(DocumentedDetails, AreAll) {
   converted.args.k.dtype = converted.args.v.dtype = DType::kInt8;
   add(converted.args, converted.options);
   add_forward({.d = 17, .dv = 20, .max_workspace = int64_t{1} << 30});
+  add_forward({.sq = 1, .hk = 1, .d = 576, .dv = 512});
   add_forward({.sq = 300, .sk = 9000, .packed = true, .invariant = true});
   for (const int64_t sq : {1, 700}) {
     for (const bool prefixes : {false, true}) {

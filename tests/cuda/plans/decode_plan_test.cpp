@@ -927,6 +927,55 @@ TEST(DecodePlan, Rejects) {
             std::string::npos);
 }
 
+// Two warpgroups share the columns of O, and CTAs with other rows the keys, up to four.
+TEST(DecodePlan, OfWideHeads) {
+  const auto plan_of = [](int64_t sq, int64_t hq, int64_t d, int64_t dv) {
+    return decode_candidate(
+               forward_problem({.sq = sq, .sk = 8192, .hq = hq, .hk = 1, .d = d, .dv = dv}), {})
+        .plan;
+  };
+  for (const int64_t hq : {1, 16, 64, 65, 128, 192, 256, 257}) {
+    const DecodePlan plan = plan_of(1, hq, 576, 512);
+    EXPECT_TRUE(plan.is_wide_by_warpgroups());
+    EXPECT_EQ(plan.row_blocks, hq > 256 ? 1 : ceil_div(hq, 64));
+    EXPECT_EQ(plan.grid, 132 / plan.row_blocks);
+    EXPECT_EQ(plan.k_stages, 2);
+    EXPECT_LE(plan.shared_bytes, Card{}.shared_bytes);
+  }
+  EXPECT_EQ(plan_of(1, 16, 320, 256).k_stages, 4);
+  EXPECT_EQ(plan_of(1, 16, 304, 304).value_dim, 384);
+  EXPECT_FALSE(plan_of(1, 16, 256, 256).is_wide());
+  // What TMA does not load is the other wide path's.
+  Problem p = forward_problem({.sq = 1, .sk = 8192, .hq = 16, .hk = 1, .d = 576, .dv = 512});
+  p.cache.pages = Problem::Cache::Pages::kTable;
+  for (const auto& [page, leftpad] : {std::pair{12, false}, {24, false}, {24, true}}) {
+    p.cache.page = page;
+    p.given.set(Arg::kLeftpadK, leftpad);
+    const DecodePlan plan = decode_candidate(p, {}).plan;
+    EXPECT_TRUE(plan.is_wide());
+    EXPECT_EQ(plan.is_wide_by_warpgroups(), page == 24 && !leftpad);
+  }
+}
+
+// V may lie in K where rows are as far apart, and where it has no more panels than K as both are
+// computed.
+TEST(DecodePlan, ValuesMayLieInKeys) {
+  const auto may = [](int64_t d, int64_t dv, int64_t sk, auto change) {
+    Problem p = forward_problem({.sq = 1, .sk = sk, .hq = 16, .hk = 1, .d = d, .dv = dv});
+    p.v = p.k;
+    change(p);
+    return may_have_v_in_k(p, decode_candidate(p, {}).plan);
+  };
+  const auto as_is = [](Problem&) {};
+  EXPECT_TRUE(may(576, 512, 8192, as_is));
+  EXPECT_TRUE(may(512, 512, 8192, as_is));
+  EXPECT_FALSE(may(304, 304, 8192, as_is));  // 5 panels of 64 columns, and 6
+  EXPECT_FALSE(may(504, 512, 8192, as_is));
+  EXPECT_FALSE(may(576, 512, 8192, [](Problem& p) { p.v.row = 512; }));
+  EXPECT_FALSE(may(576, 512, 8192, [](Problem& p) { p.v.batch += 8; }));
+  EXPECT_TRUE(may(576, 512, 8192, [](Problem& p) { p.v.head = 8; }));  // there is one head
+}
+
 // The decode kernel's splits need a larger workspace than the forward kernel.
 TEST(DecodePlan, GivesWayWhereItsWorkspaceDoesNotFit) {
   test::ForwardShape shape{.batch = 8, .sq = 1, .sk = 65536, .hq = 32, .hk = 8};

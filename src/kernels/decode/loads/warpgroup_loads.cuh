@@ -150,13 +150,14 @@ class BoxLoader {
              {64 * panel, row_, tiles_.work_tile().head, entry_}, Keep::kShort);
   }
 
- private:
+ protected:
   enum : int { kBoxes = kBlockKeys / max_of(kBoxKeys, 1) };
-  static_assert(kBoxKeys == 0 || kBoxes * panels <= 32);
+  static_assert(kBoxKeys == 0 || kBoxes * panels <= 32 || kColumnGroups > 1);  // wide_loads.cuh has other loops
 
   static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
   static __device__ __forceinline__ int box() { return lane() / panels; }
 
+ private:
   // Finds this lane's box, a tile before it is loaded. TMA writes zeros for boxes outside of the tensor.
   __device__ __forceinline__ void fetch_id(bool begins) {
     const DecodeSequence& s = tiles_.work_tile().sequence;
@@ -172,10 +173,13 @@ class BoxLoader {
     row_ %= max_of(kPage, 1);
   }
 
+ protected:
   const DecodeParams& p_;
   TileWalk tiles_;
-  PageIds ids_;
   int row_, entry_;
+
+ private:
+  PageIds ids_;
 };
 
 // Loads K.
@@ -187,6 +191,18 @@ __device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoa
     load.copy(p.k_map, keys.address(), keys.full());
     keys.advance();
   }
+}
+
+// Clears V in a tile from row `valid` on, by a warp, once its boxes have arrived at the barrier `tail`.
+__device__ __forceinline__ void clear_values(u32 values, int valid, u32 tail, u32& tail_parity) {
+  mbarrier_wait(tail, tail_parity);
+  tail_parity ^= 1;
+#pragma unroll 1
+  for (int panel = 0; panel < kVPanels; ++panel)
+    for (int at = valid * 128 + 16 * int(threadIdx.x % 32); at < kPanelBytes; at += 512)
+      store_shared_zero16(values + panel * kPanelBytes + at);
+  fence_async_proxy();
+  __syncwarp();
 }
 
 // Loads V of a warp group. Where no warp loads Q alone, that of warp group 0 loads Q, too.
@@ -205,14 +221,7 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
     const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     load.copy(p.v_map, values.address(), clear ? tail : values.full());
     if (clear) {
-      mbarrier_wait(tail, tail_parity);
-      tail_parity ^= 1;
-#pragma unroll 1
-      for (int panel = 0; panel < kVPanels; ++panel)
-        for (int at = valid * 128 + 16 * int(threadIdx.x % 32); at < kPanelBytes; at += 512)
-          store_shared_zero16(values.address() + panel * kPanelBytes + at);
-      fence_async_proxy();
-      __syncwarp();
+      clear_values(values.address(), valid, tail, tail_parity);
       if (threadIdx.x % 32 == 0) mbarrier_arrive(values.full());
     }
     values.advance();

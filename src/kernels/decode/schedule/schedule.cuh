@@ -22,7 +22,7 @@
 using Schedule = FULGUR_SCHEDULE;
 
 // InvariantSplits of packed keys: kPackedSplitKeys counts with chunks of kChunkKeys.
-static_assert(!kPackedK || !Schedule::kCombineKernel || Schedule::kFragments || int(kKeysPerChunk) == int(kChunkKeys));
+static_assert(!kPackedK || !Schedule::kCombineKernel || Schedule::kOneTile || int(kKeysPerChunk) == int(kChunkKeys));
 
 // The work tiles of a CTA, one after another: 16 ints, which a warp may leave in shared memory.
 struct alignas(16) WorkTiles {

@@ -29,7 +29,7 @@ class SplitToFill : public StaticSchedule {
     const int number = int(blockIdx.x) - q_block.first;
     const int split = quotient(number, p.heads);
     tile.head = number - split * p.hk;
-    tile.block = 0;
+    tile.block = blockIdx.y;
     tile.sequence = q_block.sequence;
     tile.first_partial = q_block.first + tile.head;
     tile.take_split(q_block_keys(p, q_block.sequence.n, 0), q_block.splits, split);
@@ -40,7 +40,7 @@ class SplitToFill : public StaticSchedule {
 
   // Splits are numbered by the split first and the head second. A CTA so finds its split by a product, not a division.
   static __device__ __forceinline__ int slot_of(const DecodeParams& p, const WorkTile& tile, int split) {
-    return tile.first_partial + split * p.hk;
+    return tile.first_partial + split * p.hk + (kRowBlocks > 1 ? p.to_fill.by * tile.block : 0);
   }
   static __device__ __forceinline__ float* partial_of(const DecodeParams& p, const WorkTile& tile, int split) {
     return p.partial + slot_of(p, tile, split) * (long long)(p.split_floats);

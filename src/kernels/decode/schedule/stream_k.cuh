@@ -118,6 +118,12 @@ class SliceWalk : public StaticSchedule {
     return true;
   }
 
+  // The CTA's block of rows of a q block, of which there is one a kv head.
+  static __device__ __forceinline__ bool of_row_block(WorkTile& tile) {
+    if (kRowBlocks > 1) tile.block = blockIdx.y;
+    return true;
+  }
+
   int at_;      // where the q block begins, in chunks of all q blocks
   int chunks_;  // its length
 
@@ -144,13 +150,13 @@ class StreamK : public SliceWalk {
   }
   __device__ __forceinline__ bool next(const DecodeParams& p, WorkTile& tile, bool = false) {
     while (next_q_block(p, tile))
-      if (take_slice(p, tile)) return true;
+      if (take_slice(p, tile)) return of_row_block(tile);
     return false;
   }
 
   // A CTA has at most two partial results: of the q block in which its slice begins, and of that in which it ends.
   static __device__ __forceinline__ int slot_of(const DecodeParams&, const WorkTile& tile, int split) {
-    return 2 * (tile.first_partial + split) + (split == 0);
+    return 2 * (tile.first_partial + split) + (split == 0) + (kRowBlocks > 1 ? 2 * gridDim.x * tile.block : 0);
   }
   static __device__ __forceinline__ float* partial_of(const DecodeParams& p, const WorkTile& tile, int split) {
     return p.partial + (long long)(slot_of(p, tile, split)) * (kTileRows * partial_row_floats(kValueDim));
@@ -205,7 +211,7 @@ class StreamKOrRoundRobin : public StreamK {
     } while (tile.sequence.n.sq == 0);
     tile.head = at_ % p.hk;
     tile.take_whole(q_block_keys(p, tile.sequence.n, 0));
-    return true;
+    return of_row_block(tile);
   }
 };
 
