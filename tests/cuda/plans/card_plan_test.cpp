@@ -131,7 +131,8 @@ TEST(CardPlan, RunsNowhere) {
 
 TEST(CardPlan, WhatIsRefused) {
   EXPECT_EQ(status_of([] { plan_for("v100", {}); }), Status::kInvalidArgument);
-  EXPECT_EQ(status_of([] { plan_for("a100", {.d = 320}); }), Status::kUnsupported);
+  EXPECT_EQ(status_of([] { plan_for("a100", {.dtype = DType::kF32, .d = 320}); }),
+            Status::kUnsupported);
   ForwardCall call = forward_call({});
   for (ConstTensor* t : {&call.args.q, &call.args.k, &call.args.v}) t->device = {};
   call.args.out.device = call.args.lse.device = {};
