@@ -423,6 +423,28 @@ TEST_P(Adversarial, PoisonInAKeyThatNoQuerySees) {
   }
 }
 
+// Wide heads, whose rows several warps of a GPU share: out of the rows that see the key, and of no
+// others.
+TEST_P(Adversarial, PoisonInMaskedKeysOfWideHeads) {
+  const DType bf16 = DType::kBF16, f16 = DType::kF16;
+  for (const Case& c :
+       {Case{.dtype = bf16, .sq = 70, .sk = 90, .d = 512, .dv = 512, .mask = causal()},
+        Case{.dtype = f16, .sq = 35, .sk = 150, .d = 300, .dv = 280, .mask = window(30, 2)},
+        Case{.dtype = bf16, .sq = 4, .sk = 200, .hq = 4, .d = 576, .dv = 512, .mask = causal()}}) {
+    for (const int64_t key : {c.sk - 1, c.sk / 2}) {
+      for (const double poison : {kNan, kInf}) {
+        SCOPED_TRACE(testing::Message() << c.name() << ", key " << key << ", " << poison);
+        Workload w(c, 7);
+        w.options.engine = engine();
+        edit(w.forward.v, [&](std::vector<double>& v) { v[key * c.dv + 200] = poison; });
+        w.seal();
+        if (!computes([&] { w.run_forward(); })) continue;
+        EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+      }
+    }
+  }
+}
+
 // Queries whose q and dout are NaN: those in front of the first key, which no gradient shows, and
 // some that see all keys, whose gradients show it, but not the rows after the last key.
 TEST_P(Adversarial, PoisonInQueriesReachesNoOtherRows) {
