@@ -50,6 +50,7 @@ struct ForwardKey : AnyForwardKey {
     f("kSplitTail", split_tail);
     f("kStore", store);
     f("kEarlyStarts", (pairs && !bias_in_p()) || maps_tiles);
+    f("kEvenBlocks", even_blocks());
   }
   bool operator==(const ForwardKey& o) const { return kernel_config(*this) == kernel_config(o); }
 

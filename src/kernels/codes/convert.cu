@@ -113,11 +113,9 @@ struct Columns {
       return __uint_as_float(x[i]);
     } else if constexpr (!is_code(type)) {
       return i % 2 == 0 ? ElementType<type>::low(x[i / 2]) : ElementType<type>::high(x[i / 2]);
-    } else if constexpr (type == kE4M3) {
-      const u32 pair = e4m3_to_f16(x[i / 4], i % 4 / 2);
+    } else if constexpr (type == kE4M3 || type == kE5M2) {
+      const u32 pair = code_pair<type>({x[0], x[1]}, i / 2);
       return i % 2 == 0 ? Half::low(pair) : Half::high(pair);
-    } else if constexpr (type == kE5M2) {
-      return half_to_float(static_cast<unsigned short>(x[i / 4] >> i % 4 * 8 << 8));
     } else if constexpr (type == kInt4) {
       return less(and_xor(x[0] >> 4 * i, 15, k2_23 | 8), 8);
     } else if constexpr (type == kQ4_0) {

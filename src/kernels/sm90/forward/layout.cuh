@@ -38,7 +38,6 @@ enum : int {
   // those that their own does not see.
   kMapStrips = kMaskBits ? kConsumers : 1,
   kSkipsTiles = kMapsTiles && !kMaskBits && kConsumers > 1,
-  kEvenBlocks = kSkipsTiles && kConsumers == 3 && !(kHasLeft || kHasRight || kPacked || kSeqUsedQ),
   kMaxSortedBlocks = max_sorted_blocks(kConsumers),
   kBiasTiles = kBiasRows ? kConsumers : 1,
   kBiasBoxBytes = kBiasRows ? kStripPanelBytes : kPanelRowBytes,
