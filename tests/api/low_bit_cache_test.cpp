@@ -604,7 +604,7 @@ TEST_P(LowBitCaches, ManyRowsOfAHead) {
     Case c;
     c.batch = one_of<int64_t>({1, 3});
     c.sq = one_of<int64_t>({5, 8, 16});
-    c.sk = one_of<int64_t>({70, 400});
+    c.sk = one_of<int64_t>({70, 400, 700});
     c.hk = one_of<int64_t>({1, 2});
     c.hq = c.hk * one_of<int64_t>({4, 8});
     c.d = one_of<int64_t>({64, 128, 160, 192, 256});
@@ -613,7 +613,7 @@ TEST_P(LowBitCaches, ManyRowsOfAHead) {
     c.softcap = one_of({0.0, 0.0, 5.0});
     c.sinks = random_() % 3 == 0;
     c.seqused = true;
-    const int64_t page = one_of<int64_t>({0, 5, 16, 64});
+    const int64_t page = one_of<int64_t>({0, 5, 8, 16, 64});
     const auto keys = [&] {
       return keys_of(one_of({DType::kE4M3, DType::kE5M2, DType::kInt8, DType::kInt4, DType::kInt4,
                              DType::kQ8_0, DType::kQ4_0}));

@@ -29,15 +29,11 @@ constexpr double kForwardCycles = 0.94;
 bool fits(DecodeSchedule schedule, const DecodePlan& tile, const Problem& problem) {
   const Problem p = as_planned(problem, tile);
   if (schedule == DecodeSchedule::kStreamK) return true;
-  // Eight warps that convert q8_0 of pages have no registers for the other schedules.
-  const bool many_convert = tile.convert_warps > kernels::kLoadWarps && tile.page > 0;
-  if (many_convert && (tile.stored.k == DType::kQ8_0 || tile.stored.v == DType::kQ8_0))
-    return false;
-  // Nor have those that convert zero points of wide rows for the scheduler's requests.
-  const bool zero_points = tile.k_zero_point || tile.v_zero_point;
-  const bool wide = std::max(tile.head_dim, tile.value_dim) > 64;
+  // Eight warps that convert zero points, or q8_0 of pages, have no registers for its requests.
+  const bool q8_0 = tile.stored.k == DType::kQ8_0 || tile.stored.v == DType::kQ8_0;
+  const bool many_registers = tile.k_zero_point || tile.v_zero_point || (q8_0 && tile.page > 0);
   if (schedule == DecodeSchedule::kDynamic && tile.convert_warps > kernels::kLoadWarps &&
-      zero_points && wide)
+      many_registers)
     return false;
   // With several heads, warps that load nothing would have to read the scheduler's answers.
   if (tile.heads > 1 && schedule == DecodeSchedule::kDynamic) return false;

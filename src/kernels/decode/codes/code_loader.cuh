@@ -145,7 +145,7 @@ class CodeLoader : public ScaleLoader {
     const WorkTile& tile = tiles_.work_tile();
     const int row = tile.sequence.n.k_start + tiles_.tile() * kBlockKeys + key_of_box();
     const BoxStart at = {0, kPage > 0 ? row % max_of(kPage, 1) : row, tile.head,
-                         kPage > 0 ? ids_[0] : kPackedK ? 0 : tile.sequence.entry};
+                         kPage > 0 ? id_of_box() : kPackedK ? 0 : tile.sequence.entry};
     if (kBoxes == 1) return {0, uniform(at.row), uniform(at.head), uniform(at.batch)};
     return at;
   }

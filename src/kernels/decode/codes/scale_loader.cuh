@@ -30,10 +30,11 @@ class ScaleLoader : public LaneKeys {
     u32 halves = 0;
 #pragma unroll
     for (int i = 0; i < kScaleKeys; ++i) {
+      const int page = kPage == 0 ? 0 : id_of_scales(i);
       if (scale_key(i) < 0) continue;
       const int key = tiles_.tile() * kBlockKeys + scale_key(i);
-      const bool there = key < s.n.sk && (kPage == 0 || u32(scale_ids_[i]) < u32(p_.pages.entries));
-      const u32 entry = there && kPage > 0 ? scale_ids_[i] : 0;
+      const bool there = key < s.n.sk && (kPage == 0 || u32(page) < u32(p_.pages.entries));
+      const u32 entry = there && kPage > 0 ? page : 0;
       const u32 row = !there ? 0 : kPage > 0 ? (s.n.k_start + key) % max_of(kPage, 1) : s.n.k_start + key;
       const KeyInMemory from = {scale_key(i), there, entry, row};
       u32 of_key = 0;

@@ -1,6 +1,7 @@
 // The keys that the lanes of a warp load, tile after tile, and where they lie in memory. Page ids are loaded a tile
-// before the keys that need them.
+// before the keys that need them, or far before (PageIds).
 #pragma once
+#include "decode/loads/page_ids.cuh"
 #include "decode/loads/tile_walk.cuh"
 
 class LaneKeys {
@@ -33,8 +34,10 @@ class LaneKeys {
   }
 
  protected:
-  // Successive rows of a lane that are in one page for certain, and equally far apart in memory.
   enum : int {
+    // A warp that waited for the ids of each tile would wait for all that its SM has requested by TMA before.
+    kFarIds = kPage > 0 && kBoxKeys > 0 && kWarpgroupPath,
+    // Successive rows of a lane that are in one page for certain, and equally far apart in memory.
     kRunRows = kPage == 0 ? int(kRows) : kPage % 16 == 0 && !kLeftPad ? min_of(kRows, max_of(16 / kRowsAtOnce, 1)) : 1,
   };
 
@@ -61,6 +64,21 @@ class LaneKeys {
     return kKeysOfLoader >= 32 || lane < kKeysOfLoader ? row_ / kRowsOfLoader * kKeysOfLoader + 32 * i + lane : -1;
   }
 
+  // The page of a key of the tile, which may be another one in each lane of the warp.
+  __device__ __forceinline__ int far_id(int key) const {
+    const DecodeSequence& s = tiles_.work_tile().sequence;
+    const int first_key = tiles_.tile() * kBlockKeys, row = s.n.k_start + first_key;
+    const int id = far_ids_.id((row + key) / max_of(kPage, 1), (row + kBlockKeys - 1) / max_of(kPage, 1));
+    return first_key + key < s.n.sk ? id : -1;
+  }
+  // The page of the lane's box, and of its i-th key with scales.
+  __device__ __forceinline__ int id_of_box() const {
+    return kFarIds ? far_id(int(threadIdx.x % 32) * kBoxKeys) : ids_[0];
+  }
+  __device__ __forceinline__ int id_of_scales(int i) const {
+    return kFarIds ? far_id(max(scale_key(i), 0)) : scale_ids_[i];
+  }
+
   const DecodeParams& p_;
   TileWalk tiles_;
   int row_, column_;            // of the lane's first row in a tile, in 16-bit elements; row_ says the warp, too
@@ -71,6 +89,10 @@ class LaneKeys {
   __device__ __forceinline__ void fetch_ids() {
     if (kPage == 0) return;
     const DecodeSequence& s = tiles_.work_tile().sequence;
+    if constexpr (kFarIds) {
+      const int row = s.n.k_start + tiles_.tile() * kBlockKeys;
+      return far_ids_.go(p_, tiles_.work_tile(), row / max_of(kPage, 1), tiles_.begins_work_tile());
+    }
     const int* const ids = page_ids(p_, tiles_.work_tile());
     if constexpr (kBoxKeys > 0) {
       const int box_key = tiles_.tile() * kBlockKeys + int(threadIdx.x % 32) * kBoxKeys;
@@ -86,4 +108,6 @@ class LaneKeys {
       scale_ids_[i] = with_scales < s.n.sk ? page_id(p_, ids, (s.n.k_start + with_scales) / max_of(kPage, 1)) : -1;
     }
   }
+
+  PageIds far_ids_;  // if kFarIds, in place of ids_ and scale_ids_
 };

@@ -3,6 +3,7 @@
 #pragma once
 #include "sm90/common/ring.cuh"
 #include "decode/loads/lane_loader.cuh"
+#include "decode/loads/page_ids.cuh"
 #include "decode/loads/query.cuh"
 #include "sm90/ptx/tma.cuh"
 
@@ -89,44 +90,6 @@ __device__ __forceinline__ void load_by_lanes(const DecodeParams& p, LaneLoader 
   }
 }
 
-// The page ids of a work tile, which a warp loads far ahead: a load is served after all earlier requests of TMA, which
-// takes 10 000 cycles and more. Each lane holds one of 32 successive ids, and one of the 32 after these.
-class PageIds {
- public:
-  // Begins a work tile whose first page is number `page` of the sequence.
-  __device__ __forceinline__ void begin(const DecodeParams& p, const WorkTile& tile, int page) {
-    const DecodeSequence& s = tile.sequence;
-    ids_ = page_ids(p, tile);
-    count_ = (s.n.k_start + s.n.sk + kPage - 1) / max_of(kPage, 1);
-    first_ = page / 32 * 32;
-    here_ = load(p, first_);
-    next_ = load(p, first_ + 32);
-  }
-  // The id of a page, which may be another one in each lane; -1 after the last page. All pages are those of one tile,
-  // `first` to `last`. Both grow by less than 32 from tile to tile.
-  __device__ __forceinline__ int id(const DecodeParams& p, int page, int first, int last) {
-    if (first >= first_ + 32) {
-      first_ += 32;
-      here_ = next_;
-      next_ = load(p, first_ + 32);
-    }
-    const int here = __shfl_sync(0xffffffff, here_, page % 32);
-    if (last < first_ + 32) return here;  // without waiting for the next ids
-    const int next = __shfl_sync(0xffffffff, next_, page % 32);
-    return page < first_ + 32 ? here : next;
-  }
-
- private:
-  __device__ __forceinline__ int load(const DecodeParams& p, int first) const {
-    const int page = first + int(threadIdx.x % 32);
-    return page < count_ ? page_id(p, ids_, page) : -1;
-  }
-
-  const int* ids_;
-  int count_;  // pages that have keys of the sequence
-  int first_, here_, next_;
-};
-
 // The loads of K or of V by TMA, which one warp issues. Each lane requests a box: kBoxKeys rows of a panel. Lanes of
 // the same rows and successive panels lie side by side, as memory then has these rows open.
 template <int panels>
@@ -166,9 +129,8 @@ class BoxLoader {
     entry_ = kPackedK ? 0 : s.entry;
     if (kPage == 0) return;
     const int from = s.n.k_start + tiles_.tile() * kBlockKeys;
-    if (begins) ids_.begin(p_, tiles_.work_tile(), from / max_of(kPage, 1));
-    const int id =
-        ids_.id(p_, row_ / max_of(kPage, 1), from / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
+    ids_.go(p_, tiles_.work_tile(), from / max_of(kPage, 1), begins);
+    const int id = ids_.id(row_ / max_of(kPage, 1), (from + kBlockKeys - 1) / max_of(kPage, 1));
     entry_ = key < s.n.sk ? id : -1;
     row_ %= max_of(kPage, 1);
   }
