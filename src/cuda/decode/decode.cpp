@@ -23,12 +23,12 @@ const char* source_of(const DecodePlan& plan) {
 KernelUse decode_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
   key.combine_eights = 1;  // only combine.cu reads it
+  const bool spills_outside_of_loops =
+      plan.heads > 1 || plan.is_wide() || plan.convert_warps > 0 || exceeds_16_bits(plan.dtypes);
   return {{source_of(plan), kernel_config(key)},
           "fulgur_decode",
           plan.shared_bytes,
-          plan.heads > 1 || plan.is_wide() || exceeds_16_bits(plan.dtypes)
-              ? kSpilledBytesOutsideOfLoops
-              : kFewSpilledBytes};
+          spills_outside_of_loops ? kSpilledBytesOutsideOfLoops : kFewSpilledBytes};
 }
 
 /// The combine kernel reads neither q, k, v nor scores, and of new rows only their number. It

@@ -120,6 +120,12 @@ int code_bits(const DecodePlan& plan) {
          plan.value_dim * kernels::bits_of(element_of(plan.stored.v));
 }
 
+/// Whether codes have 8 bits and at most one scale of a key.
+bool converts_simply(const DecodePlan& plan) {
+  return code_bits(plan) >= 8 * (plan.head_dim + plan.value_dim) &&
+         std::max(plan.k_scales, plan.v_scales) <= 1;
+}
+
 /// Bc.
 int block_keys_of(const DecodePlan& plan, const Problem& p) {
   const int dim = std::max(plan.head_dim, plan.value_dim);
@@ -130,7 +136,7 @@ int block_keys_of(const DecodePlan& plan, const Problem& p) {
     // Registers suffice for large tiles without factors of keys, or with few columns.
     const bool few_registers =
         (dim > 64 && plan.k_scales + plan.v_scales > 0) || plan.tree || plan.scores_hide();
-    const bool large = plan.warps_per_group == kMaxWarps && !few_registers;
+    const bool large = (plan.warps_per_group == kMaxWarps || dim <= 64) && !few_registers;
     return dim > 128 ? 32 : large ? 128 : 64;
   }
   if (plan.has_codes()) {
@@ -202,7 +208,8 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
   const int dim = std::max(plan.head_dim, plan.value_dim);
   // A lane that looks up the page of each of its keys has no registers for one of more warps.
   const bool ids = dim <= 128 && plan.page > 0 && (plan.page % 16 != 0 || p.has(Arg::kLeftpadK));
-  const bool few = plan.warps_per_group == kMaxWarps || (!plan.converts_long() && dim > 64) || ids;
+  const bool fast = dim > 64 ? !plan.converts_long() : converts_simply(plan);
+  const bool few = plan.warps_per_group == kMaxWarps || fast || ids;
   plan.convert_warps = few ? kFewConvertWarps : kManyConvertWarps;
   // Lanes load words of rows of blocks.
   const auto in_words = [](DType dtype, const Layout& strides) {
@@ -220,11 +227,14 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
   };
   // With twice as many warps that convert, registers suffice for one warp group of wide heads.
   plan.warp_groups = dim > 128 && !few ? 1 : kMaxWarps / plan.warps_per_group;
+  if (plan.warp_groups == 1 && dim > 128) plan.block_keys = 64;
   for (;;) {
-    for (int codes = 6; codes >= 2; --codes)
+    // A lane that copies many scales remembers few stages of them.
+    const int keys_of_warp = 2 * plan.block_keys * plan.warp_groups / plan.convert_warps;
+    for (int codes = keys_of_warp > 64 ? 4 : 6; codes >= 2; --codes)
       if (fits(2, 2, codes)) return;
-    if (plan.block_keys == 128) {
-      plan.block_keys = 64;
+    if (plan.block_keys > (dim > 128 ? 32 : 64)) {
+      plan.block_keys /= 2;
       continue;
     }
     if (fits(2, 1, 2) || fits(1, 1, 3) || fits(1, 1, 2) || plan.warp_groups == 1) return;
@@ -416,8 +426,7 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
     // many rows as 128 where registers suffice: up to 128 columns. Few rows of wide heads meet
     // codes of 8 bits with one scale faster on the warp path than where warps convert that load.
     const bool both = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
-    const bool simple = code_bits(common) >= 8 * (common.head_dim + common.value_dim) &&
-                        std::max(common.k_scales, common.v_scales) <= 1;
+    const bool simple = converts_simply(common);
     if (rows > 16 && both)
       add(rows <= kFewRows || dim > 128 ? kernels::kWarpgroupWarps : kMaxWarps);
     const bool converting = !tiles.empty() && tiles.back().convert_warps > 0;

@@ -27,7 +27,8 @@ enum : int {
   kComputeGroups = kComputeWarps / 4,
   kLoadGroups = kCtaWarps / 4 - kComputeGroups,
   kPageOfEachKey = kPage > 0 && (kPage % 16 != 0 || kLeftPad),
-  kConvertRegisters = kComputeGroups == 1 ? 128 : kPageOfEachKey && kLoadGroups == 1 ? 120 : 88,
+  kConvertRegisters = kConverts && kBlockKeys == 128 && kLoadGroups == 2 ? 72
+                      : kComputeGroups == 1 ? 128 : kPageOfEachKey && kLoadGroups == 1 ? 120 : 88,
   kLoadRegisters = kConverts ? kConvertRegisters : kBoxKeys > 0 ? 72 : kBlockKeys <= 16 ? 56 : 88,
   kComputeRegisters = ((kCtaWarps == 16 ? 512 : 504) - kLoadGroups * kLoadRegisters) / kComputeGroups,
 };
@@ -35,7 +36,7 @@ enum : int {
 // Scores of 16-bit Q and K are products as they are.
 struct NoFactors {
   __device__ __forceinline__ NoFactors(const DecodeParams&, const WorkTile&, int) {}
-  __device__ __forceinline__ void load_keys(u32) {}
+  __device__ __forceinline__ void load_shared_factors(u32) {}
   __device__ __forceinline__ void multiply_keys(float (&)[kBlockKeys / 2], u32) {}
   __device__ __forceinline__ ScoreScale scale(float) const { return {}; }
 };
@@ -72,6 +73,9 @@ class Tiles {
   __device__ __forceinline__ u32 key_factors() const {
     return keys_.smem + kLayout.k_factors + keys_.ring.stage() * (kBlockKeys * 4);
   }
+  __device__ __forceinline__ u32 shared_key_factors() const {
+    return shared_factors<kOfK>(keys_.smem, keys_.ring.stage());
+  }
   __device__ __forceinline__ void release_keys() {
     if (kConverts) __syncwarp();  // all lanes have read the factors
     keys_.release(threadIdx.x % 32 == 0);
@@ -84,6 +88,9 @@ class Tiles {
   __device__ __forceinline__ u32 value_factors() const {
     if (kVFactors) values_.wait_full();
     return values_.smem + kLayout.v_factors + values_.ring.stage() * (kBlockKeys * 4);
+  }
+  __device__ __forceinline__ u32 shared_value_factors() const {
+    return shared_factors<kOfV>(values_.smem, values_.ring.stage());
   }
   __device__ __forceinline__ void release_values() { values_.release(threadIdx.x % 32 == 0); }
 
@@ -111,7 +118,7 @@ class Products {
     issue_scores(S, q, tile.k);
     if (!first) issue_values(O, P, tile.v);
     if (kAlternates) pass();
-    factors.load_keys(tiles_.key_factors());
+    factors.load_shared_factors(tiles_.shared_key_factors());
     wgmma_wait<0>();
     register_fence(S);
     register_fence(O);
@@ -122,6 +129,7 @@ class Products {
   // V of the tile whose S was computed last.
   __device__ __forceinline__ ValueTile values() const { return {tiles_.values(), tiles_.value_factors()}; }
   __device__ __forceinline__ u32 value_factors() const { return tiles_.value_factors(); }
+  __device__ __forceinline__ u32 shared_value_factors() const { return tiles_.shared_value_factors(); }
   // Computes O += P V of the last tile.
   __device__ __forceinline__ void finish(float (&O)[kValueDim / 2], u32 (&P)[kBlockKeys / 4]) {
     const u32 v = tiles_.values();
@@ -179,7 +187,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       }
       const HiddenScores<ByRows> hidden = adjust_scores<ByRows>(p, S, mask.rows, key_tile, masked);
       if constexpr (kVFactors)
-        scaled_softmax_step(S, P, O, rows, scale, products.value_factors());
+        scaled_softmax_step(S, P, O, rows, scale, products.value_factors(), products.shared_value_factors());
       else
         softmax_step<false>(S, P, O, rows, c);
       if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.values(), saved, sync);

@@ -144,7 +144,9 @@ FULGUR_SHARED int rows_of_warp(const DecodeTile& tile) {
 // quarter of a warp are in different banks.
 FULGUR_SHARED int exchange_columns(const DecodeTile& tile) {
   if (tile.heads > 1) return 32;
-  const int of_block = (tile.value_dim > 128 ? 64 : 32) / (is_warpgroup_path(tile) ? 2 : 1);
+  // Beside large tiles of codes there is little room.
+  const int share = is_warpgroup_path(tile) ? (tile.convert_warps > 0 && tile.block_keys > 64 ? 4 : 2) : 1;
+  const int of_block = (tile.value_dim > 128 ? 64 : 32) / share;
   return of_block * kWarpRows * tile.warps_per_group / tile.tile_rows;
 }
 FULGUR_SHARED int exchange_stride(const DecodeTile& tile) { return exchange_columns(tile) + 8; }
@@ -161,6 +163,7 @@ struct DecodeLayout {
   int coded_v, coded_scales;             // in a stage
   int code_full;                         // [K, V][warp that converts][code stage]: barriers of boxes of codes
   int k_factors, v_factors;              // [stage][key]: what scales the scores of a key, and its P
+  int shared_factors;                    // [K, V][stage][warp that converts]: those that its keys share
   int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together; k_full of
                                          // warpgroups with different columns of O: [stage][panel]
   int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
@@ -236,6 +239,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
   map.code_full = map.v_tail + 8;
+  map.shared_factors = map.k_full + 448;
   const bool has_barriers = is_warpgroup_path(tile) || tile.heads > 1;
   map.group_bytes = in_registers   ? (map.v_tail + 8 + 1023) / 1024 * 1024
                     : has_barriers ? map.k_full + 1024
@@ -253,7 +257,8 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.totals = map.stats + tile.warp_groups * exchanged_rows * 8;
   map.q_factors = map.totals + exchanged_rows * 8;
   map.work_tiles = map.q_factors + (is_code(tile.stored.k) && !converts ? rows * 4 : 0);
-  if (converts) map.q_factors = map.k_full + 512;  // 1024 bytes have barriers, and room for 128 rows
+  // 1024 bytes have barriers, shared factors, and room for 128 rows.
+  if (converts) map.q_factors = map.k_full + 512;
   map.tile_full = map.work_tiles + tile.warp_groups * tile.warps_per_group * tile.column_groups * 64;
   const bool of_boxes = tile.box_keys > 0 && tile.heads == 1 && !is_warpgroup_path(tile);
   const int barriers = of_boxes ? tile.warp_groups * tile.k_stages : 0;

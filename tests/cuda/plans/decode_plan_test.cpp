@@ -288,7 +288,7 @@ TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   EXPECT_EQ(of(DType::kQ8_0, 128, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kQ8_0, 256, 8), (Tile{true, 64, 64, 0}));
   EXPECT_EQ(of(DType::kQ8_0, 128, 16), (Tile{true, 64, 64, 8}));
-  EXPECT_EQ(of(DType::kQ8_0, 64, 16), (Tile{true, 64, 64, 8}));
+  EXPECT_EQ(of(DType::kQ8_0, 64, 16), (Tile{true, 64, 128, 8}));
   EXPECT_EQ(of(DType::kE4M3, 128, 32), (Tile{true, 128, 128, 4}));
   EXPECT_EQ(of(DType::kQ8_0, 128, 32), (Tile{true, 128, 64, 4}));  // registers
   EXPECT_EQ(of(DType::kQ8_0, 64, 32), (Tile{true, 128, 128, 4}));
@@ -298,7 +298,8 @@ TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   EXPECT_EQ(of(DType::kE4M3, 160, 8), (Tile{false, 32, 32, 0}));
   EXPECT_EQ(of(DType::kE4M3, 256, 32), (Tile{true, 64, 32, 4}));
   EXPECT_EQ(of(DType::kQ4_0, 256, 8), (Tile{true, 64, 64, 0}));
-  EXPECT_EQ(of(DType::kQ4_0, 256, 16), (Tile{true, 64, 32, 8}));
+  EXPECT_EQ(of(DType::kQ4_0, 256, 16), (Tile{true, 64, 64, 8}));
+  EXPECT_EQ(of(DType::kQ8_0, 256, 16), (Tile{true, 64, 32, 8}));  // shared memory
   EXPECT_FALSE(std::get<0>(plan_of_codes(DType::kE4M3, DType::kBF16, 128, 16)));
 }
 

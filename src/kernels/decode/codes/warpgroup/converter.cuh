@@ -4,8 +4,8 @@
 // successive keys, which share no banks.
 //
 // Scales multiply the numbers, divided by a power of 2 that the largest of them is below. That is the factor of the
-// key's scores, or of its P. Keys that a warp converts at a time share it, unless their scales are far apart, or tiles
-// have few keys: a warp converts 8 at a time there, and takes longer to agree than the products with factors do.
+// key's scores, or of its P. The keys of a tile that a warp converts share it, unless their scales are far apart, or
+// heads are wide: warps take longer to find it there than the products with factors do.
 #pragma once
 #include "decode/codes/warpgroup/natural_numbers.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
@@ -14,7 +14,13 @@
 template <int tensor>
 constexpr int kRunKeys = 32 / max_of(32 / min_of(int(LaneLoader::kKeysOfLoader), 32), columns_of(tensor) > 128 ? 4 : 1);
 
-enum : int { kKeysShareFactors = kBlockKeys > 32 };
+enum : int { kKeysShareFactors = kBlockKeys > 32 && max_of(kHeadDim, kValueDim) <= 128 };
+
+// The exponent of the factor that the keys of a tile share which a warp converts, as f32 has it.
+struct SharedExponent {
+  bool exists;  // else each key has its own
+  int biased;
+};
 
 // What a lane converts of a key: its columns, or a part of these where they are many or keys fewer than lanes.
 template <int tensor>
@@ -59,9 +65,9 @@ class KeyPart {
     }
   }
   // Stores the numbers and the factor.
-  __device__ __forceinline__ void convert(u32 numbers, u32 factors, int key, int part) {
+  __device__ __forceinline__ void convert(u32 numbers, u32 factors, int key, int part, SharedExponent shared) {
     // The numbers are divided by 2^exponent.
-    const int exponent = kScales ? biased_exponent() + 1 + kIntegerExponent - 127 : 0;
+    const int exponent = !kScales ? 0 : (shared.exists ? shared.biased : exponent_of(max_scale_)) - 127;
     const int columns = kParts == kLanes && kWholeParts ? int(kColumns) : columns_of(tensor) - part * kColumns;
     // Parts are multiples of 32 columns, which are half of a panel.
     const int half = part * (kColumns / 32);
@@ -91,6 +97,21 @@ class KeyPart {
     if (kScales && part == 0) store_shared(factors + 4 * key, exponent + 127 << 23);
   }
 
+  // The exponent that the warp's keys of a tile share: that of the largest scale, unless others are so far below that
+  // their numbers would lose bits, or it is beyond 2^48 or 2^-48, where sums of P times it would underflow. Hidden
+  // keys, which may have any scale, spoil no others. First of keys that the lanes have loaded, all at once.
+  __device__ __forceinline__ SharedExponent shared_exponent() const { return shared_by_lanes(max_scale_, max_scale_); }
+  static __device__ __forceinline__ SharedExponent shared_exponent(u32 scales, int first_key) {
+    float largest = 0, least = infinity();
+#pragma unroll
+    for (int key = threadIdx.x % 32; key < kWarpKeys; key += 32) {
+      const float scale = max_scale_of_key<tensor>(scales, first_key + key);
+      if (scale < infinity()) largest = fmaxf(largest, scale);
+      if (scale > 0) least = fminf(least, scale);
+    }
+    return shared_by_lanes(largest, least);
+  }
+
  private:
   enum : int {
     kFuses = kScales && Numbers::kIntegers,  // a scale multiplies the number and what is added to it at once
@@ -111,6 +132,18 @@ class KeyPart {
     kMovesWord = may_begin_in_middle(columns_of(tensor), 4),  // else two words or none
   };
 
+  // The exponent of the power of 2 that scales up to this one are divided by.
+  static __device__ __forceinline__ int exponent_of(float scale) {
+    const float finite = scale < infinity() ? scale : 0;
+    return (__float_as_int(within_exponents_of_p(finite)) >> 23) + 1 + kIntegerExponent;
+  }
+  // The largest scale, and the least one that is not 0, of a lane's keys.
+  static __device__ __forceinline__ SharedExponent shared_by_lanes(float largest, float least) {
+    constexpr int kFar = bits_of(kType) == 4 && kFusesBias ? 4 : 8;
+    const int of_all = int(__reduce_max_sync(0xffffffff, u32(exponent_of(largest))));
+    const bool far = least > 0 && least < infinity() && exponent_of(least) + kFar < of_all;
+    return {!__any_sync(0xffffffff, far) && u32(of_all) - (127 - 48) < 96, of_all};
+  }
   __device__ __forceinline__ bool is_finite(int i) const { return fabsf(scales_[i]) < infinity(); }
   // Makes numbers of 16 bytes of codes, with a scale and a zero point over 2^exponent.
   __device__ __forceinline__ void numbers_of(const u32 (&codes)[4], int exponent, int of_part,
@@ -142,17 +175,6 @@ class KeyPart {
 #pragma unroll
     for (int j = 0; kScales && !Numbers::kIntegers && j < Numbers::kWords; ++j)
       x[j] = Half::multiply(x[j], twice(scale));
-  }
-
-  // The exponent of the largest scale of all keys that share it, or of each key where some scales are so far below that
-  // their numbers would lose bits. Hidden keys, which may have any scale, spoil no others.
-  __device__ __forceinline__ int biased_exponent() const {
-    constexpr int kFar = bits_of(kType) == 4 && kFusesBias ? 4 : 8;
-    const float largest = max_scale_ < infinity() ? max_scale_ : 0;
-    const int of_key = __float_as_int(within_exponents_of_p(largest)) >> 23;
-    if (!kKeysShareFactors) return of_key;
-    const int of_all = int(__reduce_max_sync(0xffffffff, u32(of_key)));
-    return __any_sync(0xffffffff, largest > 0 && of_key + kFar < of_all) ? of_key : of_all;
   }
 
   static __device__ __forceinline__ int group(int part, int i) {
@@ -210,6 +232,12 @@ class KeyPart {
   float max_scale_, scales_[kPartGroups], zero_points_[kPartGroups];
 };
 
+// Where the factors of a tile lie that the keys of each warp share, 0 if they do not.
+template <int tensor>
+__device__ __forceinline__ u32 shared_factors(u32 buffers, u32 stage) {
+  return buffers + kLayout.shared_factors + 4 * kTileLoaders * ((tensor == kOfV ? kKStages : 0) + stage);
+}
+
 // The ring of codes of a warp: its keys of K or of V, as many tiles ahead as there are stages.
 template <int tensor>
 class CodesRing {
@@ -251,8 +279,11 @@ class CodesRing {
   }
   // Loads the lane's part of a key of this tile.
   __device__ __forceinline__ void load(KeyPart<tensor>& to, int key, int part) const {
-    const u32 begin = u32(begins_ >> 4 * (kCodeStages - 1)) % 16;
-    to.load(codes(), scales_in_rows(tensor) ? codes() + begin : scales(), key, part, begin);
+    to.load(codes(), scales_of_tile(), key, part, begin());
+  }
+  // The exponent that the warp's keys of this tile share.
+  __device__ __forceinline__ SharedExponent shared_exponent() const {
+    return KeyPart<tensor>::shared_exponent(scales_of_tile(), load_.first_key());
   }
   // Starts the copies of another tile in place of this one, whose numbers have been stored.
   __device__ __forceinline__ void next() {
@@ -281,6 +312,11 @@ class CodesRing {
   }
   __device__ __forceinline__ u32 scales() const {
     return codes_ + stage_ * kLayout.code_bytes + kLayout.coded_scales;
+  }
+  // How far after a multiple of 16 bytes rows of this tile begin.
+  __device__ __forceinline__ u32 begin() const { return u32(begins_ >> 4 * (kCodeStages - 1)) % 16; }
+  __device__ __forceinline__ u32 scales_of_tile() const {
+    return scales_in_rows(tensor) ? codes() + begin() : scales();
   }
   __device__ __forceinline__ void start() {
     upper_halves_ <<= kHalfBits;
@@ -316,23 +352,34 @@ class CodesRing {
   u32 begins_ = 0;
 };
 
+static_assert(!kConverts || !kKeysShareFactors ||
+              (kLayout.code_full + 16 * kTileLoaders * kCodeStages <= kLayout.shared_factors &&
+               kTileLoaders * (kKStages + kVStages) <= 16));
+
 // Loads and converts K or V of a warp group.
 template <int tensor, class To>
 __device__ __forceinline__ void convert_codes(const LaneLoader& load, To to, u32 factors) {
   using Part = KeyPart<tensor>;
+  constexpr bool kShares = kKeysShareFactors && Part::kScales;
   CodesRing<tensor> codes(load, to.smem);
   const int lane = threadIdx.x % 32, part = lane / Part::kKeys;
 #pragma unroll 1
   while (codes.more()) {
     codes.wait();
+    SharedExponent shared = {};
+    if constexpr (kShares && Part::kRounds > 1) shared = codes.shared_exponent();
 #pragma unroll 1
     for (int round = 0; round < Part::kRounds; ++round) {
       const int key = load.first_key() + round * Part::kKeys + lane % Part::kKeys;
       Part of_key;
       codes.load(of_key, key, part);
+      if constexpr (kShares && Part::kRounds == 1) shared = of_key.shared_exponent();
       if (round == 0) to.wait_empty();
-      of_key.convert(to.address(), to.smem + factors + to.ring.stage() * (kBlockKeys * 4), key, part);
+      of_key.convert(to.address(), to.smem + factors + to.ring.stage() * (kBlockKeys * 4), key, part, shared);
     }
+    if (kShares && lane == 0)
+      store_shared(shared_factors<tensor>(to.smem, to.ring.stage()) + 4 * (load.first_key() / Part::kWarpKeys),
+                   shared.exists ? shared.biased << 23 : 0);
     __syncwarp();
     mbarrier_arrive_if(to.full(), threadIdx.x % 32 == 0);  // the warpgroups fence what they read for wgmma
     to.advance();

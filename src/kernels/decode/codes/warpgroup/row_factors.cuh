@@ -82,48 +82,44 @@ class ConvertedQueries {
 // The exponent of a power of 2.
 __device__ __forceinline__ float exponent_of(float factor) { return float((__float_as_int(factor) >> 23) - 127); }
 
-// The factors of the keys of a tile of K or V, of runs of keys that share one (biased_exponent), as nearly all do.
-template <int tensor>
+// The factors that runs of keys of a tile of K or V share, those that a warp converts, as nearly all do.
 struct FactorsOfKeys {
-  enum : int { kRuns = kBlockKeys / kRunKeys<tensor> };
+  enum : int { kRuns = kKeysShareFactors ? kBlockKeys / int(LaneLoader::kKeysOfLoader) : 1 };
   bool shared = false;  // else each key has its own
   float of_run[kRuns];
 
   FactorsOfKeys() = default;
-  // Loads the factors at `at`. Those beyond 2^48 or 2^-48 count as not shared, lest sums of P times them underflow.
+  // Loads them from `at`.
   __device__ __forceinline__ explicit FactorsOfKeys(u32 at) {
     if (!kKeysShareFactors) return;
-    constexpr int kLaneKeys = max_of(kBlockKeys / 32, 1);
-    const u32 key = threadIdx.x % 32 * kLaneKeys;
-    u32 words[kLaneKeys];
-    load_shared_words<kLaneKeys>(at + 4 * key, words);
-    const u32 first = load_shared(at + 4 * (key & ~u32(kRunKeys<tensor> - 1)));
+    u32 words[kRuns];
+    load_shared_words<kRuns>(at, words);
+    shared = true;
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) of_run[i] = __int_as_float(load_shared(at + 4 * kRunKeys<tensor> * i));
-    bool equal = first - (127 - 48 << 23) < (96 << 23);
-#pragma unroll
-    for (int i = 0; i < kLaneKeys; ++i) equal = equal && words[i] == first;
-    shared = __all_sync(0xffffffff, equal);
+    for (int i = 0; i < kRuns; ++i) {
+      of_run[i] = __uint_as_float(words[i]);
+      shared = shared && words[i] != 0;
+    }
   }
   // The run of the key of S[i].
-  static __device__ constexpr int run(int i) { return i / 4 * 8 / kRunKeys<tensor>; }
+  static __device__ constexpr int run(int i) { return i / 4 * 8 / (kBlockKeys / kRuns); }
 };
 
 // What S[i] is multiplied with to be in units of log2: a number of its row and of its run of keys.
 struct ScoreScale {
-  float of_run[FactorsOfKeys<kOfK>::kRuns][2];
+  float of_run[FactorsOfKeys::kRuns][2];
 
   __device__ __forceinline__ void set(float x) {
 #pragma unroll
     for (auto& run : of_run) run[0] = run[1] = x;
   }
-  __device__ __forceinline__ float operator()(int i) const { return of_run[FactorsOfKeys<kOfK>::run(i)][i / 2 % 2]; }
+  __device__ __forceinline__ float operator()(int i) const { return of_run[FactorsOfKeys::run(i)][i / 2 % 2]; }
 };
 
 // What multiplies the scores of a thread's two rows.
 struct RowFactors {
   float factor[2];
-  FactorsOfKeys<kOfK> keys;
+  FactorsOfKeys keys;
 
   __device__ __forceinline__ RowFactors(const DecodeParams& p, const WorkTile& tile, int warp_in_group) {
     const float of_sequence = kKScales == 0 ? nan_unless_finite(scale_of_sequence(p.k_scale, tile)) : 1;
@@ -134,11 +130,11 @@ struct RowFactors {
       if (tile.has_keys()) factor[i] *= reinterpret_cast<const float*>(raw + kLayout.q_factors)[row];
     }
   }
-  // Loads the factors of K at `at`, before S is there.
-  __device__ __forceinline__ void load_keys(u32 at) {
-    if constexpr (kKScales > 0) keys = FactorsOfKeys<kOfK>(at);
+  // Loads the factors that keys share from `at`, before S is there.
+  __device__ __forceinline__ void load_shared_factors(u32 at) {
+    if constexpr (kKScales > 0) keys = FactorsOfKeys(at);
   }
-  // Multiplies S with those that no other key shares.
+  // Multiplies S with the factors of keys at `at`, unless these share them.
   __device__ __forceinline__ void multiply_keys(float (&S)[kBlockKeys / 2], u32 at) {
     if (kKScales == 0 || keys.shared) return;
 #pragma unroll
@@ -149,7 +145,7 @@ struct RowFactors {
       for (int j = 0; j < 4; ++j) S[i + j] *= of_key[j % 2];
     }
 #pragma unroll
-    for (int run = 0; run < keys.kRuns; ++run) keys.of_run[run] = 1;
+    for (float& factor : keys.of_run) factor = 1;
   }
   // The factors of S after multiply_keys, times c.
   __device__ __forceinline__ ScoreScale scale(float c) const {
@@ -167,8 +163,8 @@ struct RowFactors {
 // kSumLimit bounds. Keys of a run share a factor of V.
 __device__ __forceinline__ float scaled_exponentials(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
                                                      const ScoreScale& c, const float (&shift)[2],
-                                                     const FactorsOfKeys<kOfV>& factors, float (&sum)[2]) {
-  constexpr int kRunScores = kBlockKeys / 2 / FactorsOfKeys<kOfV>::kRuns;
+                                                     const FactorsOfKeys& factors, float (&sum)[2]) {
+  constexpr int kRunScores = kBlockKeys / 2 / FactorsOfKeys::kRuns;
   float scaled_sum = 0;
   sum[0] = sum[1] = 0;
 #pragma unroll
@@ -224,11 +220,12 @@ __device__ __forceinline__ float exponentials_of_keys(const float (&S)[kBlockKey
 }
 
 // A step of the softmax, as in attention/softmax.cuh, with P relative to the max over keys of c(i) * S[i] plus the
-// exponent of the key's factor, so that these products stay in the range of f16 (decode/codes/softmax.cuh).
+// exponent of the key's factor, so that these products stay in the range of f16 (decode/codes/softmax.cuh). The factors
+// of V are at `keys`, and those that keys share at `shared_factors`.
 __device__ __forceinline__ void scaled_softmax_step(float (&S)[kBlockKeys / 2], u32 (&P)[kPWords],
                                                     float (&O)[kValueDim / 2], Rows& rows, const ScoreScale& c,
-                                                    u32 keys) {
-  const FactorsOfKeys<kOfV> factors(keys);
+                                                    u32 keys, u32 shared_factors) {
+  const FactorsOfKeys factors(shared_factors);
   float sum[2] = {0, 0};
   float limited = infinity();
   if (!kKeysShareFactors)
