@@ -202,6 +202,23 @@ TEST_P(Expressions, MasksOfTiles) {
   }
 }
 
+// Of no keys or no queries no map is made. Of many rows: CTAs compute several blocks of these.
+TEST_P(Expressions, MapsOfNoTiles) {
+  for (const auto& [sq, sk] : {std::pair<int64_t, int64_t>{16, 0}, {3000, 0}, {0, 16}}) {
+    Case c{.dtype = dtype(), .sq = sq, .sk = sk, .hq = 6, .hk = 2, .d = 64, .dv = 64};
+    c.mask = causal();
+    SCOPED_TRACE(c.name());
+    Workload w(c, 3);
+    w.options.engine = engine();
+    w.options.mask_mod = parse_expression("(q + k + h) % 3 != 1");
+    w.mask_value = [](const ScorePlace& p) { return (p.q + p.k + p.h) % 3 != 1; };
+    if (!runs(w)) continue;
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e));
+    EXPECT_TRUE(backward_is_right(w, e));
+  }
+}
+
 // One head, and so few blocks of rows that there may be more of them than its strips need.
 TEST_P(Expressions, DocumentsOfOneHead) {
   constexpr int64_t kTokens = 1000;

@@ -169,6 +169,10 @@ TileMap::TileMap(const Problem& p, const AnyForwardKey& key, const MapTiles& til
 
 void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
                      kernels::ExpressionArguments& arguments) const {
+  // Kernels divide by the heads of a map and sort the blocks of rows even where it has no words.
+  arguments.map_shape = shape_;
+  arguments.map = map_;
+  arguments.map_of_rows = map_of_rows_;
   if (parts_.words == 0) return;
   TileMapParams params{};
   static_cast<AttentionParams&>(params) = call;
@@ -182,12 +186,8 @@ void TileMap::launch(CUstream stream, char* memory, const AttentionParams& call,
   for (const Launch& l : launches_) {
     cuda::launch(stream, l.kernel, &params, Grid{l.ctas}, l.threads, 0, l.what, l.start);
   }
-  arguments.map_shape = shape_;
-  arguments.map = map_;
   arguments.map.words = params.words;
-  if (parts_.words_of_rows == 0) return;
-  arguments.map_of_rows = map_of_rows_;
-  arguments.map_of_rows.words = params.words_of_rows;
+  if (parts_.words_of_rows > 0) arguments.map_of_rows.words = params.words_of_rows;
 }
 
 }  // namespace fulgur::cuda
