@@ -368,8 +368,8 @@ std::vector<Case> top_left_cases() {
   return cases;
 }
 
-// Heads wider than 256 columns: of Gemma 4, of absorbed MLA, and of widths that no tile divides, with
-// few rows of a kv head and many.
+// Heads wider than 256 columns: of Gemma 4, of absorbed MLA, and of widths that no tile divides,
+// with few rows of a kv head and many.
 std::vector<Case> wide_cases() {
   constexpr Pair kWideDims[] = {{512, 512}, {576, 512}, {320, 320}, {257, 260},
                                 {40, 288},  {512, 64},  {576, 72},  {500, 129}};
