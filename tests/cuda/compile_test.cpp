@@ -1198,7 +1198,7 @@ TEST_F(Compile, PrewarmFillsAFolder) {
   const Prewarmed again = prewarm(call.args, call.options, folder);
   EXPECT_EQ(again.compiled, 0);
   EXPECT_EQ(again.present, first.compiled);
-  const test::ForwardCall wide = test::forward_call({.d = 320});
+  const test::ForwardCall wide = test::forward_call({.d = 320, .invariant = true});
   EXPECT_EQ(test::status_of([&] { prewarm(wide.args, wide.options, folder); }),
             Status::kUnsupported);
   EXPECT_EQ(test::status_of([&] { prewarm(call.args, call.options, "/dev/null/x"); }),
