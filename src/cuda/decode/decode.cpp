@@ -36,7 +36,7 @@ KernelUse decode_kernel(const DecodePlan& plan) {
 /// that plans share it.
 KernelUse combine_kernel(const DecodePlan& plan) {
   DecodeKey key = plan;
-  if (!plan.is_wide()) key.head_dim = key.value_dim;
+  if (!plan.is_wide()) key.head_dim = key.value_dim;  // a head may be wide by d alone
   key.transforms_scores = key.softcap = key.alibi = false;
   key.bias = 0;
   key.score_mod = key.mask_mod = key.score_mod_slope = false;

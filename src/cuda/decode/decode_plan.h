@@ -117,7 +117,7 @@ struct DecodeKey : AnyForwardKey {
 struct DecodePlan : DecodeKey {
   Card card;  ///< for which it was made
   int shared_bytes = 0;
-  int grid = 0;                        ///< CTAs of a strip
+  int grid = 0;                        ///< CTAs of a block of rows
   int max_splits = 1, split_rows = 0;  ///< of a q block
   double cycles = 0;                   ///< predicted, where all sequences have sk keys
   double expected_cycles = 0;          ///< predicted, where their lengths may differ

@@ -30,7 +30,7 @@ inline constexpr int kFewSpilledBytes = 144;
 /// The same for decode kernels that spill outside of their loops over keys: those that read several
 /// heads together, where q4_0 of 64 columns takes 98 us with 144 to 308 bytes, 105 us with tiles of
 /// fewer keys, and 123 us with fewer warps and no spills (notes/decode.md), those whose warps
-/// convert codes for large tiles, and those of f32 above d 128.
+/// convert codes, those of heads above 256 columns, and those of f32 above d 128.
 inline constexpr int kSpilledBytesOutsideOfLoops = 384;
 
 /// The defect of a kernel by the compiler's log: more spilled registers than `few_spilled_bytes`,

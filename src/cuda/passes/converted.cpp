@@ -21,7 +21,7 @@ constexpr int64_t kCtasOfSm = 16;
 constexpr int64_t kMaxBytes = int64_t{2} << 30;  // of numbers of 16 bits, of the device's memory
 // Of the memory bandwidth, measured on an H200: with codes of 8 bits, and of 4, whose conversion
 // binds.
-constexpr double kMemoryShare = 0.75, kMemoryShareOfHalves = 0.4;
+constexpr double kMemoryShare = 0.75, kMemoryShareOf4Bits = 0.4;
 
 constexpr auto kPlacesOfKeys = {Arg::kCuSeqlensK, Arg::kSeqUsedK,      Arg::kPageTable,
                                 Arg::kPageIndptr, Arg::kCacheBatchIdx, Arg::kLeftpadK};
@@ -87,10 +87,10 @@ double conversion_cycles(const Problem& p, const Places& at, const Card& card) {
   const auto bytes = static_cast<double>(keys_of(p) * p.key_bytes() + at.converted_bytes);
   const auto rows = static_cast<double>(p.batch * p.sq);
   const double shares = p.packed ? rows / std::max(1.0 * static_cast<double>(p.total_q), 1.0) : 1;
-  const auto halved = [](DType dtype) { return kernels::bits_of(element_of(dtype)) == 4; };
-  const bool halves = halved(p.dtypes.k) || halved(p.dtypes.v);
+  const auto has_4_bits = [](DType dtype) { return kernels::bits_of(element_of(dtype)) == 4; };
+  const bool of_4_bits = has_4_bits(p.dtypes.k) || has_4_bits(p.dtypes.v);
   return card.launch_microseconds * card.megahertz +
-         bytes / ((halves ? kMemoryShareOfHalves : kMemoryShare) * card.bytes_per_cycle) *
+         bytes / ((of_4_bits ? kMemoryShareOf4Bits : kMemoryShare) * card.bytes_per_cycle) *
              std::max(shares, 1.0);
 }
 
