@@ -229,11 +229,12 @@ bool TorchDirect::read_tensor(std::string_view name, nb::handle tensor, ForwardA
 
 nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
                                   const nb::dict& given) const {
-  return or_none([&]() -> nb::object {
+  Others others;
+  nb::object recorded;
+  nb::object results = or_none([&]() -> nb::object {
     if (has_to_be_seen()) return nb::none();
     ForwardArgs args;
     Options options;
-    Others others;
     nb::dict numbers;  // those given, by the names that operators have
     bool causal = false, with_lse = false;
     args.q = tensors_.view("q", q);
@@ -270,10 +271,13 @@ nb::object TorchDirect::attention(nb::handle q, nb::handle k, nb::handle v,
         args.q.dtype <= DType::kF64 && args.k.dtype == args.q.dtype && args.v.dtype == args.q.dtype;
     if (!others.have_gradients || !floats) return nb::none();
     if (is_true(deterministic_())) numbers["deterministic"] = true;
-    const nb::object computed = compute(args, options, true);
-    const nb::tuple call = nb::make_tuple(numbers, nb::tuple(others.names), computed, with_lse);
-    return record_(q, k, v, call, *others.tensors);
+    nb::object computed = compute(args, options, true);
+    recorded = nb::make_tuple(numbers, nb::tuple(others.names), computed, with_lse);
+    return computed;
   });
+  if (!recorded.is_valid()) return results;
+  // What hooks of saved tensors throw is the caller's: checkpointing ends a call so.
+  return record_(q, k, v, recorded, *others.tensors);
 }
 
 nb::object TorchDirect::compute(ForwardArgs& args, Options& options, bool with_lse) const {

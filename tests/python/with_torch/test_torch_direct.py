@@ -14,6 +14,7 @@ from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 from torch.overrides import TorchFunctionMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 from torch_inputs import each_option, inputs, make, make_qkv  # noqa: E402
 
@@ -90,6 +91,29 @@ def test_what_few_callers_give_goes_by_the_operator(option, computed):
     if name != "dropout_p":
         plain = {"window": tuple, "causal": bool, "chunk": int}.get(name, float)(value)
         assert torch.equal(attention(q, k, v, **{name: plain}), out) and computed == [False, True]
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_a_checkpoint_may_end_with_the_call(return_lse, computed):
+    q, k, v = make_qkv(grad=True)
+    sinks = torch.randn(4, requires_grad=True)
+    call = lambda q, k, v: attention(q, k, v, sinks=sinks, return_lse=return_lse)  # noqa: E731
+
+    def gradients(results):
+        out = sum(x.sum() for x in results) if return_lse else results.sum()
+        return torch.autograd.grad(out, (q, k, v, sinks))
+
+    want, got = gradients(call(q, k, v)), gradients(checkpoint(call, q, k, v, use_reentrant=False))
+    assert all(map(torch.equal, want, got)) and all(computed)
+
+
+def test_what_a_hook_of_saved_tensors_throws_is_thrown(computed):
+    def pack(x):
+        raise KeyError("packed")
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x), pytest.raises(KeyError, match="packed"):
+        attention(*make_qkv(grad=True))
+    assert computed == []
 
 
 def test_options_that_are_none_are_not_given(computed):
