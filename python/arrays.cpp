@@ -18,8 +18,15 @@ std::optional<DLDevice> device_of(nb::handle array) {
   }
 }
 
-/// What __dlpack__ gives for work on `stream`; the array itself on the CPU, which has none.
+/// What __dlpack__ gives for work on `stream`; the array itself on the CPU, which has none, and a
+/// view of a buffer.
 nb::object exported(nb::handle array, uintptr_t stream) {
+  if (!nb::hasattr(array, "__dlpack__") && PyObject_CheckBuffer(array.ptr())) {
+    // Buffers of ctypes leave out their strides, which a memoryview has.
+    nb::object view = nb::steal(PyMemoryView_FromObject(array.ptr()));
+    if (view.is_valid()) return view;
+    PyErr_Clear();  // the array will be refused by name
+  }
   const auto device = device_of(array);
   if (!device || device->device_type != kDLCUDA) return nb::borrow(array);
   nb::dict arguments;

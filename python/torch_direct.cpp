@@ -178,7 +178,7 @@ nb::object TorchRuns::run(nb::handle q, nb::handle k, nb::handle v, const nb::di
     TorchTensor fresh_out, fresh_lse;
     {
       const WithoutGil unlocked;
-      if (!out.is_valid()) fresh_out = torch_out(args, args.v);
+      if (!out.is_valid()) fresh_out = torch_out(args, "v", args.v);
       if (with_lse_ && !lse.is_valid()) fresh_lse = torch_lse(args);
       plan_.run(args, options);
     }
@@ -284,7 +284,7 @@ nb::object TorchDirect::compute(ForwardArgs& args, Options& options, bool with_l
   TorchTensor out, lse;
   {
     const WithoutGil unlocked;
-    out = torch_out(args, args.v);
+    out = torch_out(args, "v", args.v);
     if (with_lse) lse = torch_lse(args);
     torch_forward(args, options);
   }

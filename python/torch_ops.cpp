@@ -400,9 +400,10 @@ void read_tensors(In& in, Tensors&... of) {
 }
 
 /// Computes out and lse, fresh tensors, onto the stack of an operator. `v`: the values that the
-/// call reads.
-void run_forward(ForwardArgs& args, const ConstTensor& v, Options& options, uint64_t* stack) {
-  TorchTensor out = torch_out(args, v), lse = torch_lse(args);
+/// call reads, which errors call by `name`.
+void run_forward(ForwardArgs& args, const char* name, const ConstTensor& v, Options& options,
+                 uint64_t* stack) {
+  TorchTensor out = torch_out(args, name, v), lse = torch_lse(args);
   torch_forward(args, options);
   stack[0] = reinterpret_cast<uint64_t>(out.release());
   stack[1] = reinterpret_cast<uint64_t>(lse.release());
@@ -424,7 +425,7 @@ struct ForwardPass {
   }
   void run(uint64_t* stack) {
     ForwardArgs args = tensors.args();
-    run_forward(args, args.v, options, stack);
+    run_forward(args, "v", args.v, options, stack);
   }
 };
 
@@ -558,7 +559,7 @@ struct AppendForward {
     ForwardArgs args = attention.args();
     args.append = rows.args();
     args.append.rotary.interleaved = interleaved;
-    run_forward(args, args.append.v_cache, options, stack);
+    run_forward(args, "v_cache", args.append.v_cache, options, stack);
   }
 };
 
@@ -596,9 +597,9 @@ bool torch_grad_enabled() { return torch->grad_enabled(); }
 
 void DeleteTensor::operator()(OpaqueTensor* tensor) const { torch->delete_tensor_object(tensor); }
 
-TorchTensor torch_out(ForwardArgs& args, const ConstTensor& v) {
+TorchTensor torch_out(ForwardArgs& args, const char* name, const ConstTensor& v) {
   check_rank("q", args.q);
-  check_rank("v", v);
+  check_rank(name, v);
   const DType dtype = args.q.dtype > DType::kF64 ? DType::kBF16 : args.q.dtype;
   auto shape = args.q.shape;
   shape[args.q.rank - 1] = v.shape[v.rank - 1];

@@ -35,8 +35,8 @@ struct DeleteTensor {
 using TorchTensor = std::unique_ptr<OpaqueTensor, DeleteTensor>;
 
 /// Fresh memory for the results of a forward pass of args.q, which args.out and args.lse view. `v`:
-/// the values that the call reads.
-TorchTensor torch_out(ForwardArgs& args, const ConstTensor& v);
+/// the values that the call reads, which errors call by `name`.
+TorchTensor torch_out(ForwardArgs& args, const char* name, const ConstTensor& v);
 TorchTensor torch_lse(ForwardArgs& args);
 
 /// Whether torch_object() makes objects. That PyTorch has none of what it calls is no error.

@@ -42,15 +42,20 @@ def sides(window_size, name="window_size"):
     return left, right
 
 
-def longest(max_seqlen, packed):
-    """An upper bound of lengths; where it is a tensor on a device, the rows there are, instead of a wait
-    for it, and likewise in a graph, which cannot read it. At least 1: callers say 0 where all sequences
-    are empty, and fulgur.torch reads it as not given."""
+def longest(name, max_seqlen, packed):
+    """An upper bound of lengths, which callers know by `name`; where it is a tensor on a device, the rows
+    there are, instead of a wait for it, and likewise in a graph, which cannot read it. At least 1: callers
+    say 0 where all sequences are empty, and fulgur.torch reads it as not given."""
     if max_seqlen is None:
         max_seqlen = packed.shape[0]
     elif isinstance(max_seqlen, torch.Tensor):
         readable = max_seqlen.device.type == "cpu" and not torch.compiler.is_compiling()
         max_seqlen = int(max_seqlen) if readable else packed.shape[0]
+    elif not isinstance(max_seqlen, (int, torch.SymInt)):
+        try:
+            max_seqlen = operator.index(max_seqlen)  # NumPy's integers
+        except TypeError:
+            raise TypeError(f"{name}: got {max_seqlen!r}, want an integer") from None
     return 1 if guard_or_false(max_seqlen == 0) else max_seqlen  # a graph may know a symbol alone, which is not 0
 
 
@@ -58,10 +63,11 @@ def keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table):
     """Arguments that say where keys lie: packed like the queries, or in pages, whose lengths are
     then those of cu_seqlens_k."""
     if block_table is None:
-        return dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=longest(max_seqlen_k, k))
+        return dict(cu_seqlens_k=cu_seqlens_k, max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, k))
+    want_tensors(cu_seqlens_k=cu_seqlens_k)
     # 0 stands for as many as the table has room for.
     given = max_seqlen_k is not None and not isinstance(max_seqlen_k, torch.Tensor)
-    bound = longest(max_seqlen_k, k) if given else 0
+    bound = longest("max_seqlen_k", max_seqlen_k, k) if given else 0
     return dict(seqused_k=cu_seqlens_k.diff(), page_table=block_table, max_seqlen_k=bound)
 
 
@@ -157,7 +163,7 @@ def with_kvcache(
     places = dict(page_table=page_table, cache_batch_idx=cache_batch_idx)
     queries = dict(
         cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=0 if cu_seqlens_q is None else longest(max_seqlen_q, q),
+        max_seqlen_q=0 if cu_seqlens_q is None else longest("max_seqlen_q", max_seqlen_q, q),
     )
     dv = v_cache.shape[-1]
     # As upstream does, too: the GPU reads caches in rows of multiples of 16 bytes.
@@ -205,6 +211,7 @@ def with_kvcache(
 def combine(out_partial, lse_partial, out=None, out_dtype=None):
     """out and lse of parts along the first dimension; lse_partial is out_partial's shape less its
     last dimension, and so is lse."""
+    want_tensors(out_partial=out_partial, lse_partial=lse_partial)
     if lse_partial.shape != out_partial.shape[:-1]:
         got, want = tuple(lse_partial.shape), tuple(out_partial.shape[:-1])
         raise ValueError(f"lse_partial: got shape {got}, want {want} as out_partial")

@@ -94,7 +94,8 @@ def flash_attn_varlen_func(
     return _attention(
         q, k, v, softmax_scale, causal, window_size, attention_chunk, softcap, deterministic,
         return_attn_probs, qv, descales, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, q),
+        max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, k),
         seqused_q=seqused_q, seqused_k=seqused_k,
     )  # fmt: skip
 
@@ -222,7 +223,10 @@ def _flash_attn_forward(
 def _lengths(q, k, cu_seqlens_q, max_seqlen_q, max_seqlen_k):
     if cu_seqlens_q is None:
         return {}
-    return dict(max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k))
+    return dict(
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, q),
+        max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, k),
+    )  # fmt: skip
 
 
 def _flash_attn_backward(

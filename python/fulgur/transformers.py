@@ -379,7 +379,8 @@ def _packed(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, opt
     rows = [x.flatten(0, 1) for x in (q, k, v)]
     out = named(
         _NAMES, attention, *rows, cu_seqlens_q=cu_seqlens_q.int(), cu_seqlens_k=cu_seqlens_k.int(),
-        max_seqlen_q=longest(max_seqlen_q, rows[0]), max_seqlen_k=longest(max_seqlen_k, rows[1]),
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, rows[0]),
+        max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, rows[1]),
         **options,
     )  # fmt: skip
     return out.unflatten(0, q.shape[:2])

@@ -89,6 +89,20 @@ def test_read_only_inputs(dtype):
     np.testing.assert_array_equal(fulgur.attention(q, k, v), want)
 
 
+def test_buffers():
+    q, k, v = (x.astype(np.float32) for x in make_qkv())
+    want = fulgur.attention(q, k, v)
+    for kind in (memoryview, np.ctypeslib.as_ctypes):
+        np.testing.assert_array_equal(fulgur.attention(*map(kind, (q, k, v))), want)
+        out = np.zeros_like(want)
+        fulgur.attention(q, kind(k), v, out=kind(out))
+        np.testing.assert_array_equal(out, want)
+    released = memoryview(q)
+    released.release()
+    with pytest.raises(TypeError, match="^k: got memoryview, want a NumPy array or an object with __dlpack__"):
+        fulgur.attention(q, released, v)
+
+
 def test_results_are_fresh():
     q, k, v = make_qkv()
     copies = [x.copy() for x in (q, k, v)]

@@ -96,7 +96,7 @@ def flash_attn_varlen_func(
     return _attention(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes,
         deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q,
-        max_seqlen_q=longest(max_seqlen_q, q),
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, q),
         names=_NAMES if block_table is None else _NAMES | _LENGTHS_OF_PAGES,
         **keys_of_packed_queries(k, cu_seqlens_k, max_seqlen_k, block_table),
     )  # fmt: skip
@@ -208,8 +208,8 @@ def _flash_attn_varlen_forward(
         names = names | _LENGTHS_OF_PAGES
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
-        dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=longest(max_seqlen_q, q),
-        **where,
+        dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, q), **where,
     )  # fmt: skip
     if block_table is None:
         results = named(names, _forward, q, *_whole(k=k, v=v), **shared)
@@ -242,7 +242,8 @@ def _flash_attn_varlen_backward(
     shared = _shared(
         softmax_scale, causal, window_size_left, window_size_right, softcap, alibi_slopes,
         dropout_p, rng_state, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
-        max_seqlen_q=longest(max_seqlen_q, q), max_seqlen_k=longest(max_seqlen_k, k),
+        max_seqlen_q=longest("max_seqlen_q", max_seqlen_q, q),
+        max_seqlen_k=longest("max_seqlen_k", max_seqlen_k, k),
     )  # fmt: skip
     named(
         _PRIVATE_NAMES, _backward_into, *_whole(dout=dout, q=q, k=k, v=v, out=out), softmax_lse, dq, dk,

@@ -74,13 +74,14 @@ def flash_attn_varlen_func(
 
 def _packed(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table=None):
     """Arguments of sequences that are packed; none where they are not."""
+    want_tensors(q=q, k=k)
     if page_table is None and (cu_seqlens_q is None) != (cu_seqlens_k is None):
         refuse(**{"cu_seqlens_q or cu_seqlens_k without the other": True})
     packed = dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     if cu_seqlens_q is not None:
-        packed["max_seqlen_q"] = longest(max_seqlen_q, q)
+        packed["max_seqlen_q"] = longest("max_seqlen_q", max_seqlen_q, q)
         if page_table is None:
-            packed["max_seqlen_k"] = longest(max_seqlen_k, k)
+            packed["max_seqlen_k"] = longest("max_seqlen_k", max_seqlen_k, k)
     return packed
 
 

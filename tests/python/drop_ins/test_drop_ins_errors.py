@@ -1,5 +1,7 @@
 """What the modules that stand in for FlashAttention's refuse, and calls of nothing."""
 
+import re
+
 import numpy as np
 import pytest
 
@@ -129,6 +131,47 @@ def test_what_is_no_tensor(function):
                 function(**dict(zip(names, make_qkv())) | {name: wrong})
     with pytest.raises(TypeError, match="^learnable_sink: got str, want a tensor"):
         fa4.flash_attn_func(*make_qkv(), learnable_sink="x")
+
+
+_ENDS = dict(cu_seqlens_q=int32(0, 2, 5), cu_seqlens_k=int32(0, 3, 7))
+
+
+@pytest.mark.parametrize("function", [
+    fa2.flash_attn_varlen_func, fa3.flash_attn_varlen_func, fa4.flash_attn_varlen_func,
+])  # fmt: skip
+def test_longest_lengths_are_integers_of_any_kind(function):
+    rows = torch.randn(5, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8)
+    want = function(*rows, **_ENDS, max_seqlen_q=3, max_seqlen_k=4)
+    for kind in (np.int64, np.int32, np.array, torch.tensor):
+        got = function(*rows, **_ENDS, max_seqlen_q=kind(3), max_seqlen_k=kind(4))
+        assert torch.equal(got, want) if isinstance(got, torch.Tensor) else torch.equal(got[0], want[0])
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        for wrong in (3.0, np.float32(3), "3"):
+            lengths = dict(max_seqlen_q=3, max_seqlen_k=4) | {name: wrong}
+            with pytest.raises(TypeError, match=f"^{name}: got {re.escape(repr(wrong))}, want an integer$"):
+                function(*rows, **_ENDS, **lengths)
+
+
+def test_packed_sequences_of_what_is_no_tensor():
+    rows = dict(q=torch.randn(5, 4, 8), k=torch.randn(7, 2, 8), v=torch.randn(7, 2, 8))
+    for name in rows:
+        with pytest.raises(TypeError, match=f"^{name}: got ndarray, want a tensor$"):
+            fa4.flash_attn_varlen_func(**rows | {name: np.zeros((5, 4, 8))}, **_ENDS)
+    pages = torch.randn(2, 4, 2, 8)
+    with pytest.raises(TypeError, match="^cu_seqlens_k: got list, want a tensor$"):
+        fa2.flash_attn_varlen_func(
+            rows["q"], pages, pages, **_ENDS | {"cu_seqlens_k": [0, 3, 7]}, max_seqlen_q=3, max_seqlen_k=4,
+            block_table=int32(0, 1).reshape(2, 1),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("function", [fa3.flash_attn_combine, fa4.flash_attn_combine])
+def test_parts_to_combine_that_are_no_tensor(function):
+    parts = dict(out_partial=torch.randn(3, 2, 4, 2, 8), lse_partial=torch.randn(3, 2, 4, 2))
+    for name, x in parts.items():
+        for wrong in (None, list(x), x.numpy()):
+            with pytest.raises(TypeError, match=f"^{name}: got {type(wrong).__name__}, want a tensor$"):
+                function(**parts | {name: wrong})
 
 
 def test_errors_of_others_keep_their_words():

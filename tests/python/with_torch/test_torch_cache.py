@@ -389,6 +389,12 @@ class TestAppend:
             options["cu_seqlens_q"] = ENDS
         return q, given, options
 
+    def test_a_cache_without_rows_is_named(self):
+        q, (k, v, old), options = self.call(False, False)
+        k_cache, _ = caches()
+        with pytest.raises(RuntimeError, match=r"^v_cache: got f32 \(2, 3\), want \(batch, seqlen, heads, dim\)"):
+            append_attention(q, k_cache, torch.zeros(2, 3), k, v, old, **options)
+
     @pytest.mark.parametrize("packed, rotated", BOTH)
     def test_with_attention(self, packed, rotated):
         q, given, options = self.call(packed, rotated)
