@@ -37,6 +37,14 @@ class Quantized(_a.OfCodes):
         self.mean, self.dtype, self.rotated = mean, dtype, rotated
         self._view = _a.view("codes", codes).as_format(format, "codes")
 
+    def __getstate__(self):  # of pickle and copy: the view is of the memory of these codes
+        options = {"mean": self.mean, "dtype": self.dtype, "rotated": self.rotated}
+        return self.format, self.codes, self.scale, self.zero_point, options
+
+    def __setstate__(self, state):
+        *arrays, options = state
+        self.__init__(*arrays, **options)
+
     @property
     def shape(self):
         """Of the numbers."""

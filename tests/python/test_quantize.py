@@ -1,5 +1,8 @@
 """Low-bit formats in Python: quantize, Quantized, and attention and append over them."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -55,6 +58,23 @@ def test_attention_over_codes_of_no_keys(rng):
     k = fulgur.quantize(numbers(rng, 2, 0, 2, 64), "q4_0")
     out, lse = fulgur.attention(numbers(rng, 2, 3, 4, 64), k, k, return_lse=True)
     assert np.all(out == 0) and np.all(lse == -np.inf)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_copies_and_pickles(rng, format):
+    if format in ("e4m3", "e5m2"):
+        pytest.importorskip("ml_dtypes")
+    q, k, v = numbers(rng, 1, 3, 2, 64), numbers(rng, 1, 40, 2, 64), numbers(rng, 1, 40, 2, 64)
+    zero = True if format in ("int8", "int4") else None
+    x = fulgur.quantize(k, format, zero_point=zero, rotate=True, mean=True)
+    want, numbers_of_x = fulgur.attention(q, x, v, return_lse=True), x.dequantize()
+    for y in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x), copy.copy(x)):
+        assert (y.format, y.shape, y.dtype, y.rotated) == (x.format, x.shape, x.dtype, x.rotated)
+        assert np.array_equal(y.dequantize(), numbers_of_x)
+        assert all(map(np.array_equal, fulgur.attention(q, y, v, return_lse=True), want))
+    assert copy.copy(x).codes is x.codes and copy.deepcopy(x).codes is not x.codes
+    x.codes.view(np.uint8)[:] = 0  # copies have memory of their own
+    assert np.array_equal(copy.deepcopy(x).dequantize(), x.dequantize())
 
 
 def test_one_may_be_quantized_and_floats_may_differ(rng):
