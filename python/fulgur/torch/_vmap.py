@@ -27,7 +27,7 @@ def _fold(size, given, mapped):
             slopes = front("alibi_slopes")
             if slopes.dim() == 2:
                 slopes = slopes.unsqueeze(1).expand(-1, batch, -1)
-            folded["alibi_slopes"] = slopes.flatten(0, 1)
+            folded["alibi_slopes"] = slopes.flatten(0, 1).contiguous()
     if "rng_state" in given:
         if mapped["rng_state"] is None:
             raise NotImplementedError("dropout_p: vmap(randomness='same'); want 'different'")

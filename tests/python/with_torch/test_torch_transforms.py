@@ -250,6 +250,14 @@ class TestFunc:
         for i in range(3):
             assert torch.equal(got[i], call(slopes[i], used_q[i], used_k[i]))
 
+    def test_vmap_over_the_last_dimension_of_slopes(self):
+        q, k, v = make_qkv(b=1)
+        slopes, used_k = torch.rand(4, 3), torch.randint(0, 10, (1, 3), dtype=torch.int32)
+        call = lambda s, n: attention(q, k, v, alibi_slopes=s, seqused_k=n)  # noqa: E731
+        got = torch.vmap(call, in_dims=1)(slopes, used_k)
+        for i in range(3):
+            assert torch.equal(got[i], call(slopes[:, i].contiguous(), used_k[:, i].contiguous()))
+
     @pytest.mark.parametrize("slopes", [None, torch.rand(4), torch.rand(2, 4)])
     def test_vmap_over_sinks(self, slopes):
         q, k, v = make_qkv()
