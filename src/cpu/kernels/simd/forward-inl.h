@@ -160,6 +160,25 @@ HWY_INLINE void finish_rows(const Task& task, const ForwardArgs& args, int64_t r
   }
 }
 
+/// Rows of K or V that are prefetched to the L2 cache while products of earlier keys are computed.
+/// A block of few rows would wait for memory most of its time.
+class KeyPrefetch {
+ public:
+  /// Keys [j, j + n) of a task, in so many parts.
+  RowPrefetch of(const Task& task, const ConstTensor& t, const Layout& layout, int64_t dim,
+                 int64_t j, int64_t n, int64_t parts) {
+    if (n <= 0) return {};
+    const char* rows[kBc];
+    key_addresses(task, t, layout, j, n, rows);
+    const auto* const from = static_cast<const char*>(t.data);
+    for (int64_t i = 0; i < n; ++i) offsets_[i] = rows[i] - from;
+    return {from, offsets_, 1, bytes_of(t.dtype, dim), n, (n + parts - 1) / parts, true};
+  }
+
+ private:
+  int64_t offsets_[kBc];
+};
+
 inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin, int64_t row_end,
                     float* scratch) {
   const Problem& p = task.problem;
@@ -173,10 +192,11 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
 
   RowTile row_tiles[kRowTiles];
   KeyTiles tiles[kRowTiles];  // that each row tile has yet to visit
-  int64_t count = 0;
+  int64_t count = 0, key_end = 0;
   for (int64_t row = row_begin; row < row_end; row += kBr, ++count) {
     RowTile& row_tile = row_tiles[count];
     make_row_tile(task, row, std::min(row_end, row + kBr), &row_tile);
+    key_end = std::max(key_end, row_tile.mask.end());
     tiles[count] = row_tile.mask.tiles({0, task.s.sk});
     expressions.set_rows(row_tile, row, count);
     expressions.skip_hidden(count, &tiles[count]);
@@ -196,6 +216,7 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     };
     return std::min_element(tiles, tiles + count, before) - tiles;
   };
+  KeyPrefetch k_prefetch, v_prefetch;
   int64_t begun = -1, loaded = -1;  // the first keys of the latest tile, and of that in K and V
   bool finite = false;
   for (int64_t i = next(), later = i; !tiles[i].done(); i = later) {
@@ -208,18 +229,24 @@ inline void forward(const Task& task, const ForwardArgs& args, int64_t row_begin
     if (j != begun) expressions.set_columns(j, n, 0);
     begun = j;
     if (!begin_tile(task, expressions, i, 0, tile, s.bias, &row_tile)) continue;
+    RowPrefetch prefetch, keys, values;  // of the bias of the next visit, and of the next keys
+    const int64_t parts = (n + p.dv) / kBlockRows<3> + 1;
     if (j != loaded) {
       load_keys(task, args.k, p.k, p.d, j, n, s.K, ldk, scaling.k);
       finite = load_keys(task, args.v, p.v, p.dv, j, n, s.V, ldv, scaling.v);
       loaded = j;
+      const int64_t after = std::min(kBc, key_end - j - n);
+      keys = k_prefetch.of(task, args.k, p.k, p.d, j + n, after, parts);
+      values = v_prefetch.of(task, args.v, p.v, p.dv, j + n, after, parts);
     }
     if (finite) row_tile.bias_memory = nullptr;  // the mask is not asked what the bias hides
-    RowPrefetch prefetch;                        // of the bias of the next visit
     if (const KeyTiles& after = tiles[later]; !after.done()) {
-      prefetch = bias_prefetch(task.given.bias.data, p.bias, row_tiles[later].bias_row,
-                               row_tiles[later].bias_count(), after.tile().j, after.tile().n,
-                               (n + p.dv) / kBlockRows<3> + 1);
+      prefetch =
+          bias_prefetch(task.given.bias.data, p.bias, row_tiles[later].bias_row,
+                        row_tiles[later].bias_count(), after.tile().j, after.tile().n, parts);
     }
+    prefetch.also = &keys;
+    keys.also = &values;
     gemm<Init::kZero>(n, row_tile.vectors, p.d, {s.K, ldk, 1}, {s.Qt[i], width}, s.S, width,
                       nullptr, &prefetch);
     score_rule(p, expressions, i, 0, tile, s.S, width, nullptr, s.bias, &row_tile);

@@ -35,12 +35,18 @@ struct RowPrefetch {
   int64_t bytes = 0;              // to fetch of each row
   int64_t count = 0;              // rows that are left
   int64_t step = 0;
+  bool to_l2 = false;           // to the L2 cache alone: the rows do not fit the L1 cache
+  RowPrefetch* also = nullptr;  // others, which are prefetched with these
 
   HWY_INLINE void next() {
-    if (count > 0) fetch();
+    for (RowPrefetch* one = this; one != nullptr; one = one->also) {
+      if (one->count > 0) one->fetch();
+    }
   }
   void finish() {
-    while (count > 0) fetch();
+    for (RowPrefetch* one = this; one != nullptr; one = one->also) {
+      while (one->count > 0) one->fetch();
+    }
   }
 
  private:
@@ -49,7 +55,9 @@ struct RowPrefetch {
     count -= end - rows;
     for (; rows < end; ++rows) {
       const char* const row = from + *rows * size;
-      for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(row + byte);
+      for (int64_t byte = 0; byte < bytes; byte += 64) {
+        to_l2 ? __builtin_prefetch(row + byte, 0, 2) : __builtin_prefetch(row + byte);
+      }
     }
   }
 };
