@@ -96,10 +96,12 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
     work_tiles = saved.load();
     rows.sum[0] = quad_sum(rows.sum[0]);
     rows.sum[1] = quad_sum(rows.sum[1]);
-    if constexpr (kWarpGroups > 1)
+    if constexpr (kWarpGroups > 1) {
       combine_warp_groups(p, tile, WarpResult{rows, O});
-    else
+    } else {
       store_warp_group(p, tile, rows, O);
+      sync_compute_warps();  // all have read Q, in whose place the next one is stored
+    }
     more = end_work_tile(p, work_tiles);
     if (more) queries.prefetch(p, tile);
   }
