@@ -11,9 +11,17 @@ namespace fulgur::cuda {
 namespace {
 
 TEST(Cards, ByName) {
-  for (const char* name :
-       {"a100", "a30", "a10", "a40", "a6000", "3090", "4090", "5090", "l4", "l40", "l40s", "h100",
-        "h100-pcie", "h200", "b200", "gb10", "rtx-pro-6000", "rtx-6000-ada", "rtx-3090"}) {
+  for (const char* name : {"a100",         "a30",
+                           "a10",          "a40",
+                           "a6000",        "3090",
+                           "4090",         "5090",
+                           "l4",           "l40",
+                           "l40s",         "h100",
+                           "h100-pcie",    "h200",
+                           "b200",         "gb10",
+                           "rtx-pro-6000", "rtx-6000-ada",
+                           "rtx-3090",     "t4",
+                           "2080-ti",      "quadro-rtx-8000"}) {
     EXPECT_NO_THROW(card_called(name)) << name;
   }
   EXPECT_EQ(card_called("l40s").name, "L40S");
@@ -21,7 +29,8 @@ TEST(Cards, ByName) {
   for (const char* name : {"", "rtx", "v100", "100", "A100", "pro"}) {
     const auto call = [&] { card_called(name); };
     EXPECT_EQ(test::status_of(call), Status::kInvalidArgument) << name;
-    EXPECT_NE(test::message_of(call).find("want one of a100, a30, "), std::string::npos);
+    EXPECT_NE(test::message_of(call).find("want one of t4, rtx-2080-ti, quadro-rtx-8000, a100, "),
+              std::string::npos);
   }
 }
 
@@ -49,7 +58,10 @@ TEST(Cards, PeaksOfProducts) {
                                      {"5080", 112.6},
                                      {"5090", 209.5},
                                      {"rtx-pro-6000", 503.8},
-                                     {"gb10", 125.0}}) {
+                                     {"gb10", 125.0},
+                                     {"t4", 65.1},
+                                     {"2080-ti", 53.8},
+                                     {"quadro-rtx-8000", 130.5}}) {
     EXPECT_NEAR(peak(name) / stated, 1, 0.015) << name;
   }
 }
@@ -59,6 +71,8 @@ TEST(Cards, ByWhatTheDriverSays) {
     const Card* const card = known_card(device, capability, sms);
     return card == nullptr ? "" : std::string(card->name);
   };
+  EXPECT_EQ(name("Tesla T4", 75, 40), "T4");
+  EXPECT_EQ(name("NVIDIA GeForce RTX 2080 Ti", 75, 68), "RTX 2080 Ti");
   EXPECT_EQ(name("NVIDIA A100-SXM4-80GB", 80, 108), "A100");
   EXPECT_EQ(name("NVIDIA A10", 86, 72), "A10");
   EXPECT_EQ(name("NVIDIA A10G", 86, 80), "A10G");

@@ -22,7 +22,7 @@ constexpr std::array kListed = {75, 80, 86, 89, 90, 100, 120};
 std::string name_for(int capability) { return target_of(capability, kListed).name(); }
 
 TEST(TargetOf, ADeviceThatTheCompilerLists) {
-  for (const int c : {80, 86, 89, 100, 120}) EXPECT_EQ(name_for(c), "sm_" + std::to_string(c));
+  for (const int c : {75, 80, 86, 89, 100, 120}) EXPECT_EQ(name_for(c), "sm_" + std::to_string(c));
   EXPECT_EQ(name_for(90), "sm_90a");
 }
 
@@ -41,7 +41,7 @@ TEST(TargetOf, ALaterMajorGetsPtx) {
 
 TEST(TargetOf, NothingRuns) {
   if (!nvrtc_unavailable().empty()) GTEST_SKIP() << nvrtc_unavailable();  // the error names it
-  const auto target = [] { target_of(80, std::array{75, 90}); };
+  const auto target = [] { target_of(72, std::array{75, 90}); };
   EXPECT_EQ(status_of(target), Status::kUnavailable);
   EXPECT_NE(message_of(target).find("compiles for compute capability 7.5, 9.0"), std::string::npos);
 }
@@ -80,9 +80,10 @@ class TargetCalled : public testing::Test {
 };
 
 TEST_F(TargetCalled, ByItsName) {
-  for (const char* name : {"sm_80", "sm_90a", "sm_120a", "compute_80", "compute_120"})
+  for (const char* name :
+       {"sm_75", "sm_80", "sm_90a", "sm_120a", "compute_75", "compute_80", "compute_120"})
     EXPECT_EQ(target_called(name, "it", kListed).name(), name);
-  for (const char* name : {"", "80", "sm80", "sm_", "sm_a", "sm_75", "sm_81", "sm_90b", "sm_90aa",
+  for (const char* name : {"", "80", "sm80", "sm_", "sm_a", "sm_70", "sm_81", "sm_90b", "sm_90aa",
                            "SM_90", "compute_90a", "sm_-80", "sm_80 "}) {
     const auto call = [&] { target_called(name, "it", kListed); };
     EXPECT_EQ(status_of(call), Status::kInvalidArgument) << name;

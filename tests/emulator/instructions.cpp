@@ -372,6 +372,7 @@ constexpr Known kKnown[] = {
     {"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", bulk_store},
     {"mma.sync.aligned.m16n8k16.row.col.f32.", multiply_warp},
     {"mma.sync.aligned.m16n8k8.row.col.f32.tf32.", multiply_tf32_warp},
+    {"mma.sync.aligned.m16n8k8.row.col.f32.f16.", multiply_warp},
     {"wgmma.mma_async.sync.aligned.m64n", multiply_warpgroup},
     {"wgmma.commit_group", commit_products},
     {"wgmma.wait_group", wait_products},

@@ -20,7 +20,7 @@ namespace fs = std::filesystem;
 
 namespace {
 
-constexpr int kCapabilities[] = {80, 86, 89, 90, 100, 120};
+constexpr int kCapabilities[] = {75, 80, 86, 89, 90, 100, 120};
 
 struct Program {
   fs::path folder;

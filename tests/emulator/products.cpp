@@ -5,17 +5,20 @@
 #include "instruction.h"
 
 namespace emulator {
+// Of 16 columns of A, or of the first 8.
 void multiply_warp(Context& c, const Instruction& i) {
+  const int halves = i.has("m16n8k8") ? 1 : 2;
   current->uses_loads();
-  emulator_counts.products += 16 * 8 * 16 / 32;
+  emulator_counts.products += 16 * 8 * 8 * halves / 32;
   struct Lane {
     float c[4];
     uint32_t a[4], b[2];
     Widen widen;
-  } mine;
-  for (int k = 0; k < 4; ++k) mine.a[k] = c.get32(i.atoms[k + 4]);
-  for (int k = 0; k < 2; ++k) mine.b[k] = c.get32(i.atoms[k + 8]);
-  for (int k = 0; k < 4; ++k) mine.c[k] = c.get_float(i.atoms[k + 10]);
+  } mine{};
+  const int b = 4 + 2 * halves;  // after C and A
+  for (int k = 0; k < 2 * halves; ++k) mine.a[k] = c.get32(i.atoms[k + 4]);
+  for (int k = 0; k < halves; ++k) mine.b[k] = c.get32(i.atoms[k + b]);
+  for (int k = 0; k < 4; ++k) mine.c[k] = c.get_float(i.atoms[k + b + halves]);
   mine.widen = widen(i);
   meet(~0u, &mine, [](void* const* lanes, uint32_t) {
     float a[16][16], b[16][8];

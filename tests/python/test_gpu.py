@@ -310,7 +310,7 @@ assert driver.launch_count() == 0
         ("FAKE_CUDA_DEVICES", "0", "the driver sees no CUDA device|this machine has 0 CUDA devices"),
         ("FAKE_CUDA_INIT", "999", "does not start"),
         ("FAKE_CUDA_VERSION", "11080", "supports CUDA 11.8; want 12.0 or newer"),
-        ("FAKE_CUDA_CAPABILITY", "75", r"has compute capability 7.5; want 8.0 or more"),
+        ("FAKE_CUDA_CAPABILITY", "72", r"has compute capability 7.2; want 7.5 or more"),
     ],
 )
 @pytest.mark.slow

@@ -25,8 +25,11 @@ struct Card {
 };
 
 /// FLOP per clock and SM of dense products by mma.sync. One of f32 is three of tf32, which every
-/// card multiplies at half the rate of 16 bits.
+/// card multiplies at half the rate of 16 bits. Where mma.sync multiplies f16 alone, other products
+/// are FMAs, whose operands take as long to come from other lanes.
 inline double mma_rate(DType dtype, const Card& card) {
+  const Capability features = features_of(card.target);
+  if (!features.has_bf16_mma && dtype != DType::kF16) return features.fp32_lanes;
   return dtype == DType::kF32 ? card.mma_rate / 6 : card.mma_rate;
 }
 

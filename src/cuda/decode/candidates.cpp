@@ -140,8 +140,10 @@ std::vector<std::pair<Problem, DecodePlan>> decode_reachable(const Problem& prob
       for (const int64_t batch : batches) {
         p.sq = sq, p.sk = sk, p.batch = batch;
         if (!rejects(p).empty()) continue;
-        for (const DecodePlan& plan : decode_plans(p, card))
-          if (kernels.insert(kernel_config(plan)).second) reachable.emplace_back(p, plan);
+        for (const DecodePlan& plan : decode_plans(p, card)) {
+          if (plan.shared_bytes <= card.shared_bytes && kernels.insert(kernel_config(plan)).second)
+            reachable.emplace_back(p, plan);
+        }
       }
     }
   }

@@ -1,5 +1,9 @@
 #include "cuda/decode/family.h"
 
+#include <fmt/format.h>
+
+#include <utility>
+
 #include "cuda/decode/candidates.h"
 #include "cuda/decode/rejects.h"
 #include "cuda/passes/forward.h"
@@ -21,16 +25,21 @@ std::string portable_rejects(const Problem& p) {
 }
 
 std::vector<Fitting<DecodePlan>> candidates(const Problem& problem, const Card& card,
-                                            std::vector<std::string>*) {
-  return {decode_candidate(problem, card)};
+                                            std::vector<std::string>* rejected) {
+  Fitting<DecodePlan> tile = decode_candidate(problem, card);
+  if (tile.plan.shared_bytes <= card.shared_bytes) return {std::move(tile)};
+  rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
+                                  tile.plan.tile().text(), tile.plan.shared_bytes,
+                                  card.shared_bytes));
+  return {};
 }
 
 /// As if the card had the warp path alone.
 std::vector<Fitting<DecodePlan>> portable_candidates(const Problem& problem, const Card& card,
-                                                     std::vector<std::string>*) {
+                                                     std::vector<std::string>* rejected) {
   Card portable = card;
   if (features_of(card.target).has_wgmma) portable.target.form = Target::Form::kCubin;
-  return {decode_candidate(problem, portable)};
+  return candidates(problem, portable, rejected);
 }
 
 }  // namespace

@@ -15,10 +15,9 @@ namespace {
 constexpr int kSwizzledRows = 8;
 /// Keys of a box: with more, memory would close the rows before their next panel is read.
 constexpr int kMaxBoxKeys = 16;
-constexpr int kMaxWarps = 8;          ///< of a CTA, that compute
-constexpr int kReservedBytes = 1024;  ///< of shared memory, for each CTA except the first
-constexpr int kMaxRowBlocks = 4;      ///< that share the keys of wide heads
-constexpr int kWideBlockKeys = 64;    ///< of tiles of wide heads
+constexpr int kMaxWarps = 8;        ///< of a CTA, that compute
+constexpr int kMaxRowBlocks = 4;    ///< that share the keys of wide heads
+constexpr int kWideBlockKeys = 64;  ///< of tiles of wide heads
 /// Bits of codes in K and V of a key, up to which tiles have 64 keys, and up to which CTAs have 12
 /// warps.
 constexpr int kMaxBitsOfLargeTiles = 1024, kMaxBitsOfManyWarps = 512;
@@ -242,7 +241,13 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
   }
 }
 
-/// Chooses the number of warp groups, and as many buffers of K and V as fit into shared memory.
+/// Bytes of shared memory for each of so many CTAs of an SM.
+int room_of_cta(const Card& card, int residents) {
+  return card.shared_bytes / residents - features_of(card.target).reserved_bytes * (residents - 1);
+}
+
+/// Chooses the number of warp groups, and as many buffers of K and V as fit into shared memory;
+/// where not even two do with one warp group, the plan does not fit the card.
 void set_buffers(DecodePlan& plan, const Card& card) {
   const bool boxes = plan.box_keys > 0 && std::max(plan.head_dim, plan.value_dim) <= 64;
   const bool many = plan.has_codes() && plan.tile_rows <= 8 && plan.residents == 1 &&
@@ -251,7 +256,7 @@ void set_buffers(DecodePlan& plan, const Card& card) {
   // Buffers of K and V together. The warp path has equally many of both.
   const int max_buffers = plan.warpgroup_path() || plan.has_codes() ? 10 : 6,
             step = plan.warpgroup_path() ? 1 : 2;
-  const int room = card.shared_bytes / plan.residents - kReservedBytes * (plan.residents - 1);
+  const int room = room_of_cta(card, plan.residents);
   const auto set = [&](int count) {
     plan.k_stages = (count + 1) / 2;
     plan.v_stages = count / 2;
@@ -259,7 +264,7 @@ void set_buffers(DecodePlan& plan, const Card& card) {
     return count;
   };
   int buffers = set(max_buffers);
-  while (plan.shared_bytes > room) {
+  while (plan.shared_bytes > room && (buffers > 4 || plan.warp_groups > 1)) {
     if (buffers == 4) plan.warp_groups /= 2;
     buffers = set(buffers == 4 ? max_buffers : buffers - step);
   }
@@ -415,8 +420,19 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
                                         : with_wide_tile(common, p, card)};
   }
   if (!common.has_wgmma()) {
-    add(rows > 16 && dim <= 128 ? 2 : 1);
-    if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
+    const auto fits = [&] {
+      return tiles.back().shared_bytes <= room_of_cta(card, tiles.back().residents);
+    };
+    if (rows > 16 && dim <= 128) {
+      add(2);
+      if (fits()) return tiles;
+      tiles.clear();
+    }
+    add(1);
+    if (rows <= 16 && common.page > 0 && dim <= 128) {
+      add(1, 2);
+      if (!fits()) tiles.pop_back();
+    }
     return tiles;
   }
   if (rows <= 16) add(1);

@@ -30,6 +30,9 @@ constexpr Card card(std::string_view name, int capability, int sms, int l2_megab
 }
 
 constexpr std::array kCards = {
+    card("T4", 75, 40, 4, 320, 1590, 1024),
+    card("RTX 2080 Ti", 75, 68, 5, 616, 1545, 512),
+    card("Quadro RTX 8000", 75, 72, 6, 672, 1770, 1024),
     card("A100", 80, 108, 40, 2039, 1410, 2048),
     card("A30", 80, 56, 24, 933, 1440, 2048),
     card("A10", 86, 72, 6, 600, 1695, 1024),

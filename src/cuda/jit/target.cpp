@@ -15,7 +15,7 @@ namespace {
 
 constexpr const char* kVariable = "FULGUR_CUDA_TARGET";
 
-/// The target of a name, of at least 8.0; none for other texts.
+/// The target of a name, of at least 7.5; none for other texts.
 std::optional<Target> parsed(std::string_view name) {
   Target target;
   for (const auto& [prefix, form] :

@@ -36,7 +36,7 @@ bool runs(int capability, const Target& target);
 Target target_of(int capability, std::span<const int> listed);
 
 /// The target of a name that a user passed as `what`. Throws Error(kInvalidArgument) for a name
-/// that is no target, is below 8.0 or not listed.
+/// that is no target, is below 7.5 or not listed.
 Target target_called(const std::string& name, const std::string& what, std::span<const int> listed);
 
 /// The target that FULGUR_CUDA_TARGET forces for every device; none if it is not set. Throws the

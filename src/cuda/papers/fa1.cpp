@@ -16,7 +16,6 @@
 namespace fulgur::cuda::papers {
 namespace {
 
-constexpr int kReservedBytes = 1024;  // of shared memory per CTA, reserved by CUDA
 constexpr int kMaxResidents = 2;
 
 struct Fa1Plan : portable::ForwardKey {
@@ -103,22 +102,28 @@ using Fa1Candidate = PlannedCandidate<Fa1Plan, Fa1Executable, fa1_kernels>;
 
 std::string fa1_rejects(const Problem& p) { return plain_call_rejects(p, kMaxDim); }
 
-/// Keys of a block, for which S and O of a row block fit registers.
+/// Maximum of keys of a block, for which S and O of a row block fit registers.
 int block_keys_of(int dim) { return dim <= 64 ? 128 : dim <= 128 ? 64 : 32; }
 
 std::vector<Fitting<Fa1Plan>> fa1_plans(const Problem& p, const Card& card,
-                                        std::vector<std::string>*) {
+                                        std::vector<std::string>* rejected) {
   Fa1Plan plan;
   static_cast<AnyForwardKey&>(plan) = any_forward_key(p);
   plan.strips = plan.warp_strips = plan.stages = 1;
   plan.block_keys = block_keys_of(std::max(plan.head_dim, plan.value_dim));
   plan.whole_columns = plan.head_dim == p.d && plan.value_dim == p.dv;
-  const kernels::PortableForwardLayout layout =
-      kernels::portable_forward_layout({operands_of(plan), plan.head_dim, plan.value_dim, 1,
-                                        plan.block_keys, 1, /*q_in_registers=*/false});
-  plan.shared_bytes = kernels::fa1_shared_bytes(layout);
+  while (plan.block_keys > 16 && kernels::fa1_shared_bytes(plan.layout()) > card.shared_bytes) {
+    plan.block_keys /= 2;
+  }
+  plan.shared_bytes = kernels::fa1_shared_bytes(plan.layout());
+  if (plan.shared_bytes > card.shared_bytes) {
+    rejected->push_back(fmt::format("tile {}: its {} bytes of shared memory do not fit {}",
+                                    plan.tile().text(), plan.shared_bytes, card.shared_bytes));
+    return {};
+  }
+  const int reserved = features_of(card.target).reserved_bytes;
   plan.residents =
-      std::clamp(card.sm_shared_bytes / (plan.shared_bytes + kReservedBytes), 1, kMaxResidents);
+      std::clamp(card.sm_shared_bytes / (plan.shared_bytes + reserved), 1, kMaxResidents);
   plan.heads = p.batch * p.hq;
   plan.row_tiles = ceil_div(p.sq, kernels::kStripRows);
   // As many slices per head as give each SM its CTAs.

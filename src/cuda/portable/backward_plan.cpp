@@ -18,19 +18,25 @@ namespace {
 struct BackwardTile {
   int above_dim, max_dim;
   int block_rows, block_keys, warps, roles;
-  bool biased;  ///< also where a dense bias takes registers for its addresses
+  bool biased;         ///< also where a dense bias takes registers for its addresses
+  bool small = false;  ///< only where no tile before it fits shared memory
 };
 constexpr BackwardTile kBackwardTiles[] = {
-    {0, 64, 64, 128, 8, 1, false},  {0, 64, 32, 64, 8, 1, true},    {64, 128, 64, 128, 8, 1, false},
-    {64, 128, 32, 64, 8, 1, true},  {128, 192, 64, 64, 8, 2, true}, {128, 192, 32, 64, 8, 2, true},
-    {192, 256, 64, 64, 8, 2, true}, {192, 256, 32, 64, 8, 2, true}, {192, 256, 32, 32, 4, 2, true},
+    {0, 64, 64, 128, 8, 1, false},        {0, 64, 32, 64, 8, 1, true},
+    {64, 128, 64, 128, 8, 1, false},      {64, 128, 32, 64, 8, 1, true},
+    {128, 192, 64, 64, 8, 2, true},       {128, 192, 32, 64, 8, 2, true},
+    {128, 192, 32, 32, 4, 2, true, true}, {192, 256, 64, 64, 8, 2, true},
+    {192, 256, 32, 64, 8, 2, true},       {192, 256, 32, 32, 4, 2, true},
+    {192, 256, 32, 16, 4, 2, true, true},
 };
 // Those of f32, whose elements take twice the shared memory.
 constexpr BackwardTile kBackwardTilesOfF32[] = {
-    {0, 64, 32, 128, 8, 1, true},   {0, 64, 32, 64, 8, 1, true},    {64, 128, 32, 64, 8, 1, true},
-    {64, 128, 32, 32, 8, 2, true},  {128, 192, 32, 64, 8, 1, true}, {128, 192, 32, 32, 8, 2, true},
-    {128, 192, 32, 16, 4, 2, true}, {192, 256, 32, 64, 8, 1, true}, {192, 256, 32, 32, 8, 2, true},
-    {192, 256, 32, 16, 4, 2, true},
+    {0, 64, 32, 128, 8, 1, true},      {0, 64, 32, 64, 8, 1, true},
+    {0, 64, 32, 32, 8, 2, true, true}, {64, 128, 32, 64, 8, 1, true},
+    {64, 128, 32, 32, 8, 2, true},     {64, 128, 32, 16, 4, 2, true, true},
+    {128, 192, 32, 64, 8, 1, true},    {128, 192, 32, 32, 8, 2, true},
+    {128, 192, 32, 16, 4, 2, true},    {192, 256, 32, 64, 8, 1, true},
+    {192, 256, 32, 32, 8, 2, true},    {192, 256, 32, 16, 4, 2, true},
 };
 
 std::span<const BackwardTile> tiles_of(const Problem& p) {
@@ -191,6 +197,7 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim) continue;
     if ((p.has(Arg::kBias) || p.expressions.given()) && !tile.biased) continue;
+    if (tile.small && !tiles.empty()) continue;
     Fitting<BackwardPlan> t{plan_of(p, card), 0, {}};
     t.plan.block_rows = tile.block_rows;
     t.plan.block_keys = tile.block_keys;

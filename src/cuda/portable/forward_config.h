@@ -44,6 +44,10 @@ struct ForwardKey : AnyForwardKey {
 
   /// Whether rows of q may belong to no sequence.
   bool has_padding() const { return packed || seqused_q; }
+  kernels::PortableForwardLayout layout() const {
+    return kernels::portable_forward_layout({operands_of(*this), head_dim, value_dim, strips,
+                                             block_keys, stages, q_in_registers, dropout});
+  }
   MapTiles map_tiles() const { return {.block_strips = strips, .block_keys = block_keys}; }
 };
 
@@ -62,10 +66,6 @@ struct ForwardPlan : ForwardKey {
   bool copies() const { return !(copies_q + copies_k + copies_v).empty(); }
   int block_rows() const { return kernels::kStripRows * strips; }  ///< Br
   int threads() const { return 128 * strips / warp_strips; }
-  kernels::PortableForwardLayout layout() const {
-    return kernels::portable_forward_layout(
-        {operands_of(*this), head_dim, value_dim, strips, block_keys, stages, q_in_registers});
-  }
 };
 
 }  // namespace fulgur::cuda::portable

@@ -21,6 +21,9 @@ constexpr double kParts = 0.38;
 constexpr double kTileCycles = 150;  // barriers of a key tile, and waits for the first fragments
 constexpr double kEndCycles = 2500;  // load of Q, store of O
 
+/// Warps of a CTA, per scheduler.
+double warps_of(const ForwardPlan& plan) { return plan.strips / plan.warp_strips; }
+
 /// Cycles of four warps, one per scheduler, for a key tile.
 struct KeyTile {
   double busy;   ///< in which they occupy units of the SM, which other warps also need
@@ -46,14 +49,16 @@ KeyTile key_tile_of(const ForwardPlan& plan, const Card& card) {
   const double others = products + scalar + exponentials + shared - longest;
   // Each product of f32 waits for its operands, which are loaded and split immediately before it.
   const double waits = f32 ? scalar + shared : std::max(scalar, exponentials);
-  return {longest + kNotHidden * others, products + waits + kTileCycles};
+  // Without cp.async all warps of a CTA wait for the copies of the next tile.
+  const double copying = features_of(card.target).has_async_copies ? 0 : copies * warps_of(plan);
+  return {longest + kNotHidden * others, products + waits + copying + kTileCycles};
 }
 
 }  // namespace
 
 double predicted_cycles(const ForwardPlan& plan, const Problem& p, const Card& card) {
   const KeyTile tile = key_tile_of(plan, card);
-  const double warps = plan.strips / plan.warp_strips;  // of a CTA, per scheduler
+  const double warps = warps_of(plan);
   const double steady = std::max(tile.busy, tile.chain / (warps * plan.residents)) * warps;
   const kernels::Lengths longest{0, 0, static_cast<int>(p.sq), static_cast<int>(p.sk)};
   const kernels::Band band = band_of(plan, p);

@@ -39,11 +39,13 @@ struct Tile {
   int residents;
   int scores;  ///< the Scores that it may compute
   int q_kept = 0;
+  bool small = false;  ///< only where no tile before it fits shared memory
 };
 constexpr int kUntransformed = Tile::kPlain | Tile::kCrowded | Tile::kCrowdedPacked;
 constexpr int kUnbiased = kUntransformed | Tile::kTransformed | Tile::kDropped;
 constexpr int kNotAll = kUnbiased | Tile::kBiased | Tile::kBiasedDropped | Tile::kBiasedCrowded;
 constexpr int kAny = kNotAll | Tile::kAllCrowded;
+constexpr int kDropping = Tile::kDropped | Tile::kBiasedDropped | Tile::kAllCrowded;
 constexpr Tile kTiles[] = {
     {0, 64, 2, 2, 64, 2, true, 2, kUnbiased},
     {0, 64, 1, 1, 64, 2, true, 3, kUnbiased | Tile::kBiased},
@@ -56,18 +58,26 @@ constexpr Tile kTiles[] = {
     {64, 128, 1, 1, 32, 1, false, 2, Tile::kAllCrowded},
     {128, 192, 2, 1, 64, 1, false, 1, kAny},
     {128, 192, 1, 1, 64, 1, false, 2, kAny},
+    {128, 192, 1, 1, 32, 1, false, 1, kAny, 0, true},
     {192, 256, 2, 1, 64, 1, false, 1, Tile::kPlain | Tile::kCrowded},
     {192, 256, 1, 1, 64, 1, false, 2, Tile::kPlain, 6},
     {192, 256, 1, 1, 64, 1, false, 2, kUntransformed & ~Tile::kPlain},
     {192, 256, 1, 1, 32, 1, false, 2, kAny},
+    {192, 256, 1, 1, 16, 1, false, 1, kDropping, 0, true},
 };
 
 // Those of f32, whose elements take twice the shared memory, and P twice the registers.
 constexpr Tile kTilesOfF32[] = {
-    {0, 64, 2, 1, 32, 1, false, 1, kAny},    {0, 64, 1, 1, 32, 1, false, 3, kAny},
-    {64, 128, 2, 1, 32, 1, false, 1, kAny},  {64, 128, 1, 1, 32, 1, false, 2, kAny},
-    {128, 192, 2, 1, 32, 1, false, 1, kAny}, {128, 192, 1, 1, 32, 1, false, 2, kAny},
-    {192, 256, 2, 1, 32, 1, false, 1, kAny}, {192, 256, 1, 1, 32, 1, false, 1, kAny},
+    {0, 64, 2, 1, 32, 1, false, 1, kAny},
+    {0, 64, 1, 1, 32, 1, false, 3, kAny},
+    {64, 128, 2, 1, 32, 1, false, 1, kAny},
+    {64, 128, 1, 1, 32, 1, false, 2, kAny},
+    {64, 128, 1, 1, 16, 1, false, 1, kDropping, 0, true},
+    {128, 192, 2, 1, 32, 1, false, 1, kAny},
+    {128, 192, 1, 1, 32, 1, false, 2, kAny},
+    {128, 192, 1, 1, 16, 1, false, 1, kAny, 0, true},
+    {192, 256, 2, 1, 32, 1, false, 1, kAny},
+    {192, 256, 1, 1, 32, 1, false, 1, kAny},
     {192, 256, 1, 1, 16, 1, false, 2, kAny},
 };
 
@@ -80,7 +90,6 @@ std::span<const Tile> tiles_of(const Problem& p) {
 constexpr int kFastRate = 2048;
 constexpr int kAnyBlockKeys =
     64;  // for shapes whose alignment is checked, which does not depend on it
-constexpr int kReservedBytes = 1024;  // of shared memory per CTA, reserved by CUDA
 constexpr int kMaxSectionBlocks = 4;  // of the last section, per SM
 
 /// The decisions that are the same for every tile.
@@ -186,10 +195,12 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                                                      std::vector<std::string>* rejected) {
   std::vector<Fitting<ForwardPlan>> tiles;
   const int scores = scores_of(p, card);
+  const int reserved = features_of(card.target).reserved_bytes;
   bool wide = false;
   for (const Tile& tile : tiles_of(p)) {
     const int64_t dim = std::max<int64_t>(std::max(p.d, p.dv), 1);
     if (dim <= tile.above_dim || dim > tile.max_dim || (tile.scores & scores) == 0) continue;
+    if (tile.small && !tiles.empty()) continue;
     Fitting<ForwardPlan> t{common(p), 0, {}};
     t.plan.strips = tile.strips;
     t.plan.warp_strips = tile.warp_strips;
@@ -204,7 +215,7 @@ std::vector<Fitting<ForwardPlan>> forward_candidates(const Problem& p, const Car
                                       card.shared_bytes));
       continue;
     }
-    const int fit = card.sm_shared_bytes / (t.plan.shared_bytes + kReservedBytes);
+    const int fit = card.sm_shared_bytes / (t.plan.shared_bytes + reserved);
     if (tile.warp_strips > 1) {  // only the wide tile with the largest Bc is a candidate
       if (wide || fit < tile.residents) {
         rejected->push_back(fmt::format(

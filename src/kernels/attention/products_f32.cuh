@@ -1,7 +1,8 @@
 // Products of f32 by mma.sync, which multiplies tf32, numbers of 11 bits. A number x of f32 is the sum of two of them,
 // big + rest: a b is a.rest b.big + a.big b.rest + a.big b.big, and a.rest b.rest is left out, at most 2^-21 of it.
 // Sums of mma.sync are rounded toward zero, which would add up over the keys: a sum of few products is added to an
-// accumulator by an addition that rounds to nearest.
+// accumulator by an addition that rounds to nearest. Where mma.sync does not multiply tf32, FMAs multiply the numbers
+// themselves.
 #pragma once
 #include "device/memory.cuh"
 #include "device/mma_sync.cuh"
@@ -15,6 +16,7 @@ struct Parts {
   // The factor adds between 0.4 and 0.8 of a unit of the last of 11 bits, so that big is above x as often as below, and
   // keeps NaN and infinity what they are.
   __device__ __forceinline__ void split() {
+    if constexpr (!kHasAllProducts) return;
 #pragma unroll
     for (int i = 0; i < words; ++i) {
       const float x = __uint_as_float(big[i]);
@@ -31,6 +33,7 @@ class SumOfProducts {
   // b: two words of `of`, from `at` on.
   template <int words>
   __device__ __forceinline__ void add(const PartsOfA& a, const Parts<words>& of, int at) {
+    if constexpr (!kHasAllProducts) return multiply_by_fma<kF32>(big_, a.big, of.big[at], of.big[at + 1]);
     multiply_tf32(small_, a.rest, of.big + at);
     multiply_tf32(small_, a.big, of.rest + at);
     multiply_tf32(big_, a.big, of.big + at);

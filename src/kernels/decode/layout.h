@@ -245,7 +245,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
                     : has_barriers ? map.k_full + 1024
                                    : (map.k_full + lines - 1) / lines * lines;
   map.q = (tile.heads > 1 ? 1 : tile.warp_groups) * map.group_bytes;
-  const int exchanged_rows = tile.warp_groups > 1 || tile.heads > 1 ? tile.tile_rows : 0;
+  // The warp path of codes stores O from where warp groups exchange it, be it one.
+  const bool has_codes = is_code(tile.stored.k) || is_code(tile.stored.v);
+  const bool exchanges = tile.warp_groups > 1 || tile.heads > 1 || (has_codes && !is_warpgroup_path(tile));
+  const int exchanged_rows = exchanges ? tile.tile_rows : 0;
   const int q_columns = converts || in_registers ? tile.head_dim : query_columns(tile.stored.k, tile.head_dim);
   const int q_bytes = panels_of(tile.types.q, q_columns) * rows * kPanelRowBytes;
   const int exchange_bytes = tile.warp_groups * exchanged_rows * exchange_stride(tile) * 4;

@@ -134,6 +134,37 @@ __device__ __forceinline__ float to_f32(typename InMemory<kType>::Type x) {
   }
 }
 
+// Two numbers rounded to bf16, to nearest, ties to even; `low` is in the lower half.
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  if constexpr (__CUDA_ARCH__ >= 800) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+  }
+  // Without an instruction for it: what is added carries to the upper half where that is rounded up. NaN becomes the
+  // one that the instruction makes.
+  const auto rounded = [](float x) {
+    const u32 bits = __float_as_uint(x);
+    return x != x ? 0x7fffffff : bits + 0x7fff + (bits >> 16 & 1);
+  };
+  return __byte_perm(rounded(low), rounded(high), 0x7632);
+}
+
+// The same of f16.
+__device__ __forceinline__ u32 pack_f16(float low, float high) {
+  u32 packed;
+  if constexpr (__CUDA_ARCH__ >= 800)
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else
+    asm("{.reg .b16 low, high;\n"
+        "cvt.rn.f16.f32 low, %1;\n"
+        "cvt.rn.f16.f32 high, %2;\n"
+        "mov.b32 %0, {low, high};}"
+        : "=r"(packed)
+        : "f"(low), "f"(high));
+  return packed;
+}
+
 // Rounds to nearest, ties to even.
 template <Element kType>
 __device__ __forceinline__ typename InMemory<kType>::Type from_f32(float x) {
@@ -141,7 +172,7 @@ __device__ __forceinline__ typename InMemory<kType>::Type from_f32(float x) {
     return x;
   } else {
     unsigned short y;
-    if constexpr (kType == kBF16) asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(y) : "f"(x));
+    if constexpr (kType == kBF16) y = static_cast<unsigned short>(pack_bf16(x, 0));
     if constexpr (kType == kF16) asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x));
     return y;
   }
@@ -172,8 +203,8 @@ struct ElementType {
   // Two values rounded, `low` in the lower half.
   static __device__ __forceinline__ u32 pack(float low, float high) {
     u32 packed;
-    if constexpr (type == kBF16) asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    if constexpr (type == kF16) asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    if constexpr (type == kBF16) packed = pack_bf16(low, high);
+    if constexpr (type == kF16) packed = pack_f16(low, high);
     return packed;
   }
   static __device__ __forceinline__ float low(u32 packed) { return to_f32<type>(static_cast<Memory>(packed)); }
@@ -185,6 +216,8 @@ struct ElementType {
   // sum + a * b for words of two.
   static __device__ __forceinline__ u32 fma(u32 a, u32 b, u32 sum) {
     u32 result = 0;
+    if constexpr (type == kBF16 && __CUDA_ARCH__ < 800)
+      return pack(__fmaf_rn(low(a), low(b), low(sum)), __fmaf_rn(high(a), high(b), high(sum)));
     if constexpr (type == kBF16) asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
     if constexpr (type == kF16) asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(sum));
     return result;

@@ -12,12 +12,14 @@ __device__ __forceinline__ double unit_of(int largest, int log_count) {
 }
 
 __device__ __forceinline__ float min_or_nan(float a, float b) {
+  if constexpr (__CUDA_ARCH__ < 800) return a != a || b != b ? a + b : fminf(a, b);
   float y;
   asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 }
 
 __device__ __forceinline__ float max_or_nan(float a, float b) {
+  if constexpr (__CUDA_ARCH__ < 800) return a != a || b != b ? a + b : fmaxf(a, b);
   float y;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;

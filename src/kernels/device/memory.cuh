@@ -30,6 +30,28 @@ __device__ __forceinline__ float4 load_global_fresh4(const float* at) {
   return x;
 }
 
+// Loads a word, or 16 bytes, from L2 if `there`; otherwise they are 0.
+__device__ __forceinline__ void load_global_if(bool there, const void* at, u32 (&x)[1]) {
+  x[0] = 0;
+  asm volatile(
+      "{.reg .pred there;\n"
+      "setp.ne.u32 there, %2, 0;\n"
+      "@there ld.global.cg.u32 %0, [%1];}"
+      : "+r"(x[0])
+      : "l"(at), "r"(u32(there))
+      : "memory");
+}
+__device__ __forceinline__ void load_global_if(bool there, const void* at, u32 (&x)[4]) {
+  x[0] = x[1] = x[2] = x[3] = 0;
+  asm volatile(
+      "{.reg .pred there;\n"
+      "setp.ne.u32 there, %5, 0;\n"
+      "@there ld.global.cg.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      : "+r"(x[0]), "+r"(x[1]), "+r"(x[2]), "+r"(x[3])
+      : "l"(at), "r"(u32(there))
+      : "memory");
+}
+
 // Stores data that is not read during this launch: L2 evicts it before other lines.
 __device__ __forceinline__ void store_global_streaming16(void* at, const u32 (&x)[4]) {
   asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3])

@@ -44,6 +44,31 @@ __device__ __forceinline__ void register_fence(u32 (&x)[count]) {
 // A value that is the same in the whole warp: the compiler then keeps it, and what depends on it, in uniform registers.
 __device__ __forceinline__ int uniform(int x) { return __shfl_sync(0xffffffff, x, 0); }
 
+// The max, the min or the bits of all lanes of a converged warp.
+template <class T, class Both>
+__device__ __forceinline__ T combine_lanes(T x, const Both& both) {
+#pragma unroll
+  for (int other = 16; other > 0; other /= 2) x = both(x, __shfl_xor_sync(0xffffffff, x, other));
+  return x;
+}
+#if __CUDA_ARCH__ >= 800
+template <class T>
+__device__ __forceinline__ T max_of_warp(T x) { return __reduce_max_sync(0xffffffff, x); }
+__device__ __forceinline__ int min_of_warp(int x) { return __reduce_min_sync(0xffffffff, x); }
+__device__ __forceinline__ u32 bits_of_warp(u32 x) { return __reduce_or_sync(0xffffffff, x); }
+#else
+template <class T>
+__device__ __forceinline__ T max_of_warp(T x) {
+  return combine_lanes(x, [](T a, T b) { return max(a, b); });
+}
+__device__ __forceinline__ int min_of_warp(int x) {
+  return combine_lanes(x, [](int a, int b) { return min(a, b); });
+}
+__device__ __forceinline__ u32 bits_of_warp(u32 x) {
+  return combine_lanes(x, [](u32 a, u32 b) { return a | b; });
+}
+#endif
+
 // `threads`: the number of threads that arrive or wait.
 __device__ __forceinline__ void named_barrier_arrive(u32 name, u32 threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");

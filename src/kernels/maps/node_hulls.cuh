@@ -40,10 +40,10 @@ __device__ __forceinline__ void store_hulls(const Values& values, const Range& r
           high = max(high, x[n][j][i]);
           hashes |= hash_of(x[n][j][i]);
         }
-        low = __reduce_min_sync(0xffffffff, low);
-        high = __reduce_max_sync(0xffffffff, high);
-        const u32 first = __reduce_or_sync(0xffffffff, u32(hashes));
-        const u32 second = __reduce_or_sync(0xffffffff, u32(hashes >> 32));
+        low = min_of_warp(low);
+        high = max_of_warp(high);
+        const u32 first = bits_of_warp(u32(hashes));
+        const u32 second = bits_of_warp(u32(hashes >> 32));
         if (lane == 0 && hulls != nullptr) hulls[i] = {low, high, u64(second) << 32 | first};
       }
     }

@@ -29,8 +29,8 @@ class Unavailable : public testing::Test {
 };
 
 TEST_F(Unavailable, TooOldGpu) {
-  EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "75"),
-            "cuda:0 (Fake GPU) has compute capability 7.5; want 8.0 or more");
+  EXPECT_EQ(why("FAKE_CUDA_CAPABILITY", "72"),
+            "cuda:0 (Fake GPU) has compute capability 7.2; want 7.5 or more");
 }
 
 TEST_F(Unavailable, TargetOfAnotherGpu) {
@@ -121,6 +121,8 @@ class OnOtherGpu : public OnFakeGpu {
   }
 };
 
+TEST_F(OnOtherGpu, Turing) { calls_launch("75", "sm_75"); }
+
 TEST_F(OnOtherGpu, Ampere) { calls_launch("80", "sm_80"); }
 
 TEST_F(OnOtherGpu, Ada) { calls_launch("89", "sm_89"); }
@@ -147,10 +149,10 @@ TEST_F(OnOtherGpu, ThatIsForcedToAnotherMinor) {
 }
 
 TEST_F(OnOtherGpu, ThatIsTooOld) {
-  setenv("FAKE_CUDA_CAPABILITY", "75", 1);
+  setenv("FAKE_CUDA_CAPABILITY", "72", 1);
   if (!cuda::nvrtc_unavailable().empty()) GTEST_SKIP() << cuda::nvrtc_unavailable();
   EXPECT_EQ(message_of([] { append(append_args(DType::kF16)); }),
-            "cuda:0 (Fake GPU) has compute capability 7.5; want 8.0 or more");
+            "cuda:0 (Fake GPU) has compute capability 7.2; want 7.5 or more");
 }
 
 }  // namespace

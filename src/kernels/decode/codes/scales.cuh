@@ -115,5 +115,5 @@ __device__ __forceinline__ float max_v_scale_of_tile(u32 scales) {
 #pragma unroll
   for (int key = threadIdx.x % 32; key < kBlockKeys; key += 32)
     max_bits = max(max_bits, __float_as_uint(max_v_scale_of_key(scales, key)));
-  return __uint_as_float(__reduce_max_sync(0xffffffff, max_bits));
+  return __uint_as_float(max_of_warp(max_bits));
 }

@@ -55,4 +55,4 @@ enum : int {
   kOutputs = CodeChunks<kOfV>::kCount * CodesOfV::kCodesPerHalf * 2,
 };
 
-static_assert(kBlockKeys % 32 == 0 && (kWarpGroups > 1 || kHeads > 1));
+static_assert(kBlockKeys % 32 == 0);

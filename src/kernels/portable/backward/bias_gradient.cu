@@ -1,4 +1,4 @@
-// The gradient of a dense bias on every GPU since Ampere: dbias = dS, with P = exp(S - LSE) and dS = P o (dO V^T - D)
+// The gradient of a dense bias on every GPU since Turing: dbias = dS, with P = exp(S - LSE) and dS = P o (dO V^T - D)
 // computed again, and summed where scores share an element of the bias (backward/bias_sums.cuh). prepare.cu has
 // computed LSE and D of each row.
 //

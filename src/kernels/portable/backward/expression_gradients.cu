@@ -1,4 +1,4 @@
-// The gradients of tensors that score_mod indexes, on every GPU since Ampere: dS times the derivative of the score by
+// The gradients of tensors that score_mod indexes, on every GPU since Turing: dS times the derivative of the score by
 // an element, summed over all scores that it enters. S and dS are computed again (score_tiles.cuh).
 //
 // A CTA takes 64 queries of a head and iterates over their key tiles. Addends of elements that depend on the row alone,

@@ -1,4 +1,4 @@
-// Attention backward for every GPU since Ampere, by mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 2):
+// Attention backward for every GPU since Turing, by mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 2):
 // dV = P^T dO, dK = scale dS^T Q and dQ += dS K, with P = exp(S - LSE) and dS = P o (dO V^T - D) computed again.
 //
 // A CTA has a key block of Bc keys, whose K and V stay in shared memory and whose dK and dV stay in registers. Its

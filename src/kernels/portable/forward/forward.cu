@@ -1,4 +1,4 @@
-// Attention forward for every GPU since Ampere: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation, by
+// Attention forward for every GPU since Turing: O = softmax(scale Q K^T) V and LSE, exact, fp32 accumulation, by
 // mma.sync, ldmatrix and cp.async (FlashAttention-2, algorithm 1).
 //
 // A CTA computes a q tile: Br = 64 * kStrips rows of Q of one head, in strips of 64. It iterates over their keys from

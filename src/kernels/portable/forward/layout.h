@@ -9,7 +9,7 @@ namespace fulgur::kernels {
 struct PortableForwardTile {
   Operands types;
   int head_dim, value_dim, strips, block_keys, stages;
-  bool q_in_registers;
+  bool q_in_registers, dropout;
 };
 
 // Bytes of buffers, and byte offsets. Tiles are panels of rows of 128 bytes, swizzled.
@@ -37,7 +37,7 @@ FULGUR_SHARED PortableForwardLayout portable_forward_layout(const PortableForwar
     map.stages = q_bytes;
     map.dropout_key = q_bytes + all_stages;
   }
-  map.bytes = map.dropout_key + 8;
+  map.bytes = map.dropout_key + (tile.dropout ? 8 : 0);
   return map;
 }
 

@@ -6,7 +6,7 @@
 #include "portable/forward/params.h"
 
 __device__ constexpr PortableForwardLayout kLayout = portable_forward_layout(
-    {kOperands, kHeadDim, kValueDim, kStrips, kBlockKeys, kStages, bool(kQInRegisters)});
+    {kOperands, kHeadDim, kValueDim, kStrips, kBlockKeys, kStages, bool(kQInRegisters), bool(kDropout)});
 
 enum : int {
   kThreads = 128 * kStrips / kWarpStrips,
