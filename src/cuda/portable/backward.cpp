@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "cuda/common/launch.h"
-#include "kernels/portable/backward/bias_tile.h"
+#include "cuda/portable/backward_parts.h"
 
 namespace fulgur::cuda::portable {
 namespace {
@@ -25,48 +25,17 @@ KernelUse keys_kernel(const BackwardPlan& plan) {
   return {{source, kernel_config(key)}, "fulgur_portable_backward", plan.shared_bytes};
 }
 
-/// The kernel that adds dK and dV of splits.
-KernelUse reduce_kernel(const BackwardPlan& plan) {
-  BackwardKey key;
-  static_cast<AnyBackwardKey&>(key) = reduce_key(plan);
-  key.splits_heads = true;
-  return {{"portable/backward/reduce.cu", kernel_config(key)}, "fulgur_portable_reduce", 0};
-}
-
-/// The key of kernels with tiles of 64 queries and 64 keys, whatever tiles the kernel by keys has.
-BackwardKey key_of_tiles(const BackwardPlan& plan) {
-  BackwardKey key;
-  static_cast<KernelKey&>(key) = plan;
-  key.maps_tiles = false;
-  key.block_rows = key.block_keys = kernels::kPortableBiasTile;
-  key.dropout = plan.dropout;
-  key.whole_columns = plan.whole_columns;
-  key.dq_by_fours = plan.dq_by_fours;
-  key.early_starts = plan.early_starts;
-  return key;
-}
-
-BiasGradientKernel bias_gradient_kernel(const BackwardPlan& plan) {
-  if (!plan.dbias) return {};
-  const BackwardKey key = key_of_tiles(plan);
-  const int shared_bytes =
-      kernels::portable_bias_layout(operands_of(key), key.head_dim, key.value_dim).bytes;
-  return {{{"portable/backward/bias_gradient.cu", kernel_config(key)},
-           "fulgur_portable_bias_gradient",
-           shared_bytes},
-          kernels::kPortableBiasTile,
-          128,
-          2};
-}
-
 }  // namespace
 
 std::vector<KernelUse> backward_kernels(const BackwardPlan& plan) {
   std::vector<KernelUse> kernels = {keys_kernel(plan)};
   if (plan.reduces()) kernels.push_back(reduce_kernel(plan));
-  add_backward_kernels(plan, plan, has_round_kernel(plan), bias_gradient_kernel(plan), kernels);
-  if (plan.dtensors)
-    std::ranges::move(expression_gradient_kernels(key_of_tiles(plan)), std::back_inserter(kernels));
+  add_backward_kernels(plan, plan, has_round_kernel(plan),
+                       bias_gradient_kernel(plan, plan, plan.whole_columns), kernels);
+  if (plan.dtensors) {
+    std::ranges::move(expression_gradient_kernels(key_of_tiles(plan, plan.whole_columns)),
+                      std::back_inserter(kernels));
+  }
   return kernels;
 }
 
@@ -74,7 +43,8 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
                                        Explanation explanation)
     : BackwardPassExecutable(problem, gpu, std::move(explanation), plan, plan,
                              workspace_of(problem, plan), std::size(kInputs), plan.p_log2(),
-                             has_round_kernel(plan), bias_gradient_kernel(plan)),
+                             has_round_kernel(plan),
+                             bias_gradient_kernel(plan, plan, plan.whole_columns)),
       plan_(plan),
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;
@@ -83,7 +53,7 @@ BackwardExecutable::BackwardExecutable(const Problem& problem, Gpu& gpu, const B
     params_.*kInputs[i] = strided(inputs_[i].shape.strides);
   keys_ = gpu.kernel(keys_kernel(plan_)).function;
   if (plan_.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan_)).function;
-  tensor_gradients_ = ExpressionGradients(problem, key_of_tiles(plan_), gpu);
+  tensor_gradients_ = ExpressionGradients(problem, key_of_tiles(plan_, plan_.whole_columns), gpu);
 }
 
 void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* workspace) const {
@@ -97,12 +67,7 @@ void BackwardExecutable::launch(const BackwardArgs& args, const Run& run, char* 
     cuda::launch(stream, keys_, &p, {static_cast<int>(plan_.ctas())}, plan_.threads(),
                  plan_.shared_bytes, "launching the backward kernel by keys");
   }
-  if (reduce_ != nullptr) {
-    constexpr int kThreads = 256, kBlocks = 8, kMaxGridY = 65535;  // kBlocks: CTAs per SM
-    const int heads = std::clamp(p.batch * (p.hq / p.group), 1, kMaxGridY);
-    cuda::launch(stream, reduce_, &p, {ceil_div(kBlocks * gpu_.sms(), heads), heads}, kThreads, 0,
-                 "launching the kernel that reduces dK and dV");
-  }
+  if (reduce_ != nullptr) launch_reduce(stream, reduce_, p, gpu_.sms());
   row_kernels_.launch_last(stream, p);
   launch_bias_gradient(stream, p);
   tensor_gradients_.launch(stream, p, args, workspace + at_.tensor_sums);

@@ -1,6 +1,7 @@
 // Types and constants of the backward kernels of every architecture, from the constants of kernel_config.h.
 #pragma once
 #include "device/operands.cuh"
+#include "device/schedule.cuh"
 #include "backward/params.h"
 
 __device__ constexpr ScoreTile kScoreTile = {kBlockRows, kBlockKeys};

@@ -20,7 +20,7 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
   const u32 deltas = statistics + 4 * (kBlockRows + part.half * kHalfRows + thread_column());
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t) {
-    TileWeights tile;
+    TileWeights<kHalfRows> tile;
     weights_of_tile(p, smem, keys, part, step, masked, statistics, keys.first() + part.key + 16 * t, S[t], P[t], tile);
 #pragma unroll
     for (int i = 0; i < kHalfRows / 2; ++i) {

@@ -1,11 +1,10 @@
 // What the portable backward kernels by keys have in common: the key block of a CTA, additions to dQ, and stores of
 // gradients.
 #pragma once
-#include "attention/dropout.cuh"
-#include "device/score.cuh"
 #include "device/semaphore.cuh"
 #include "portable/backward/partials.cuh"
 #include "portable/backward/products.cuh"
+#include "portable/backward/weights.cuh"
 
 // The key block of this CTA. With kOrderedDq a counter numbers CTAs in the order in which they start, so that the CTAs
 // of earlier blocks are running or have ended.
@@ -39,51 +38,14 @@ __device__ __forceinline__ void start_from_delta(float (&X)[kKeyTiles][kHalfRows
   }
 }
 
-// For 16 keys of a warp in a step: which rows see them, which entries dropout keeps, and derivatives of scores.
-struct TileWeights {
-  VisibleRows visible;
-  Kept<kHalfRows> kept;
-  float slopes[kHasScoreSlope ? kHalfRows / 2 : 1];
-};
-
-// P^T of 16 keys of a warp in a step, from `first` on. S^T in S becomes P before dropout; P is after dropout.
+// weights_of_tile for the warp's half of the rows of a step. `statistics`: those of the step.
 __device__ __forceinline__ void weights_of_tile(const BackwardParams& p, u32 smem, const Keys& keys, const Part& part,
                                                 const Steps& step, bool masked, u32 statistics, int first,
                                                 float (&S)[kHalfRows / 2], u32 (&P)[words_of<ElementP>(kHalfRows / 2)],
-                                                TileWeights& tile) {
-  const Lengths& n = keys.n;
-  const int row = step.row() + part.half * kHalfRows;
-  const int query = row + int(thread_column());
-  const int key = first + int(thread_row());
-  const ScoreContext at = score_context(score_head(p, n, keys.batch, step.head()), query,
-                                        diagonal_of(band_of(p), n, query), key);
-  statistics += 4 * (part.half * kHalfRows + thread_column());
-  if (kDropout)
-    tile.kept = kept_transposed<kHalfRows>(p, smem + kLayout.dropout_key, dropout_head(p, keys.batch, step.head()), row,
-                                           first);
-#pragma unroll
-  for (int j = 0; j < kHalfRows / 8; ++j) {
-    float shift[2];
-    load_shared_pair(statistics + 32 * j, shift[0], shift[1]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float& x = S[4 * j + i];
-      const ScoreContext entry = at.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
-      if (kHasScoreSlope) tile.slopes[4 * j + i] = score_slope(p, entry, x);
-      x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias_of(p, entry), shift[i & 1], p.p_log2));
-    }
-  }
-  if (masked) {
-    tile.visible = visible_rows<kHalfRows>(p, n, key, row);
-    hide_rows(S, tile.visible);
-    if constexpr (kMapsTiles) {
-#pragma unroll
-      for (int i = 0; i < kHalfRows / 2; ++i)
-        if (mask_mod_hides(p, at.moved(i / 4 * 8 + (i & 1), i & 2 ? 8 : 0))) S[i] = 0;
-    }
-  }
-  pack_words<ElementP>(S, P);
-  if (kDropout) tile.kept.template drop_words<ElementP>(P);
+                                                TileWeights<kHalfRows>& tile) {
+  weights_of_tile<kHalfRows>(p, smem + kLayout.dropout_key, keys.n, keys.batch, step.head(), masked,
+                             statistics + 4 * part.half * kHalfRows, step.row() + part.half * kHalfRows, first, S, P,
+                             tile);
 }
 
 // Adds four sums of a thread to dq_accum, or stores them. `to`: the 128 floats of the warp.

@@ -30,7 +30,7 @@ __device__ __forceinline__ void weights_of_step(const BackwardParams& p, u32 sme
   const bool masked = step.is_masked(p, keys);
 #pragma unroll
   for (int t = 0; t < kKeyTiles; ++t) {
-    TileWeights tile;
+    TileWeights<kHalfRows> tile;
     weights_of_tile(p, smem, keys, part, step, masked, statistics, keys.first() + part.key + 16 * t, S[t], P[t], tile);
     if (kHasScoreSlope) {
 #pragma unroll
