@@ -423,8 +423,8 @@ TEST_P(Adversarial, PoisonInAKeyThatNoQuerySees) {
   }
 }
 
-// Wide heads, whose rows several warps of a GPU share: out of the rows that see the key, and of no
-// others.
+// Wide heads, whose rows several warps of a GPU share: out and gradients of the rows that see the
+// key, and of no others.
 TEST_P(Adversarial, PoisonInMaskedKeysOfWideHeads) {
   const DType bf16 = DType::kBF16, f16 = DType::kF16;
   for (const Case& c :
@@ -439,7 +439,10 @@ TEST_P(Adversarial, PoisonInMaskedKeysOfWideHeads) {
         edit(w.forward.v, [&](std::vector<double>& v) { v[key * c.dv + 200] = poison; });
         w.seal();
         if (!computes([&] { w.run_forward(); })) continue;
-        EXPECT_TRUE(forward_is_right(w, expect_forward(w)));
+        const Expected e = expect(w);
+        EXPECT_TRUE(forward_is_right(w, e));
+        w.run_backward();
+        EXPECT_TRUE(backward_is_right(w, e));
       }
     }
   }

@@ -115,7 +115,7 @@ TEST_P(DenseBias, OfBoolsIsOfZerosAndInfinities) {
 
 // Wide heads, whose tiles and those of the bias share what memory a kernel has.
 TEST_P(DenseBias, OfWideHeads) {
-  for (const auto& [d, dv] : {std::pair{160, 96}, {256, 256}}) {
+  for (const auto& [d, dv] : {std::pair{160, 96}, {256, 256}, {512, 300}}) {
     Case c{.dtype = DType::kBF16, .batch = 1, .sq = 70, .sk = 100, .hq = 2, .hk = 1};
     c.d = d;
     c.dv = dv;

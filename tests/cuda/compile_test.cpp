@@ -36,6 +36,7 @@
 #include "cuda/passes/converted.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
+#include "cuda/portable/wide_backward.h"
 #include "cuda/sm90/backward_candidates.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
@@ -908,6 +909,65 @@ TEST_F(Compile, EveryPortableBackwardPlanIsClean) {
 }
 TEST_F(Compile, EveryPortableBackwardPlanOfF32IsClean) {
   expect_portable_gradients_clean(of_f32(portable_backward_problems()));
+}
+
+/// Problems of heads that the portable backward kernel of wide heads computes: their dims, and the
+/// options where a plan has most to hold in registers.
+std::vector<Problem> wide_backward_problems() {
+  std::vector<Problem> all;
+  for (const auto& [d, dv] : {std::pair{272, 272},
+                              {320, 320},
+                              {384, 384},
+                              {512, 256},
+                              {512, 512},
+                              {576, 512},
+                              {64, 512},
+                              {512, 64},
+                              {257, 300}})
+    all.push_back(backward_problem({.d = d, .dv = dv, .mask = causal()}));
+  for (const int64_t d : {512, 576}) {
+    const auto add = [&](test::ForwardShape shape, const test::BackwardOptions& with = {}) {
+      shape.d = d;
+      shape.dv = 512;
+      all.push_back(backward_problem(shape, with));
+    };
+    add({});
+    add({.dtype = DType::kF16, .packed = true});
+    add({.mask = causal(), .sinks = true}, {.dlse = true, .dsinks = true});
+    add({.mask = causal(), .softcap = 30});
+    add({.mask = causal(), .alibi = true});
+    add({.bias = DType::kBF16});
+    add({.mask = causal(), .bias = DType::kBool});
+    add({.bias = DType::kF32});
+    add({.mask = causal(), .seqused_q = true, .seqused = true});
+    add({.mask = causal(), .dropout = 0.1});
+    add({.batch = 1, .sq = 8192, .sk = 512, .hq = 64, .hk = 1, .mask = causal()});
+    for (const Mask& mask :
+         {window(100, 20), chunked(300, window(100, 20)), top_left(window(100, 20))}) {
+      add({.dtype = DType::kF16,
+           .mask = mask,
+           .softcap = 9,
+           .alibi = true,
+           .packed = true,
+           .seqused = true,
+           .dropout = 0.1});
+    }
+    all.push_back(part_of(backward_problem({.d = d, .dv = 512, .mask = causal()})));
+  }
+  return all;
+}
+
+TEST_F(Compile, EveryWideBackwardPlanIsClean) {
+  const std::vector<Problem> all = wide_backward_problems();
+  for (const Problem& problem : all) EXPECT_EQ(portable::wide_backward_rejects(problem), "");
+  const auto tiles = [](const Problem& problem, const Card& card) {
+    std::vector<std::string> rejected;
+    std::vector<KernelUse> kernels;
+    for (const auto& tile : portable::wide_backward_candidates(problem, card, &rejected))
+      std::ranges::move(portable::wide_backward_kernels(tile.plan), std::back_inserter(kernels));
+    return kernels;
+  };
+  expect_clean(portable_kernels(all, tiles), 10, kFewSpilledBytes);
 }
 
 // No kernel of the papers' older algorithms spills.

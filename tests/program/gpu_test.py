@@ -167,7 +167,7 @@ def test_prewarm_of_caches(on_gpu, tmp_path, flags):
         (["--invariant"], ["invariant: got true"]),
         (["--sq", "0"], ["q: got no row"]),
         (["--batch", "0"], ["q: got no row"]),
-        (["--d", "512", "--backward"], ["computes d and dv up to 256, got 512"]),
+        (["--d", "512", "--backward", "--dtype", "f32"], ["computes d and dv up to 256, got 512"]),
         (["--d", "0"], ["head dim 0"]),
         (["--hq", "3", "--hk", "2"], ["3 heads"]),
         (["--softcap", "-1"], ["softcap", "-1"]),

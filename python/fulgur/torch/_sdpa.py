@@ -4,8 +4,9 @@ attention implementations: ``torch.nn.attention.activate_flash_attention_impl("f
 PyTorch decides, as for its own implementation, which calls are flash attention's: tensors ``(batch,
 heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA and on the CPU;
 there, calls in float64, of more than 512 columns and with a mask that wants a gradient stay with PyTorch's kernel.
-With attn_mask, and in float32, PyTorch asks on CUDA for memory-efficient attention: fulgur computes these calls, too,
-and the gradient of the mask, in float16 and bfloat16 of at most 256 columns and in float32 of at most 224.
+With attn_mask, in float32 and above 256 columns, PyTorch asks on CUDA for memory-efficient attention: fulgur computes
+these calls, too, and the gradient of the mask, in float16 and bfloat16 of at most 512 columns (with dropout 256) and in
+float32 of at most 224.
 """
 
 from functools import partial
@@ -25,8 +26,10 @@ _NAMES = {
     "window_right": "window_size_right",
 }  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
-# The columns of calls of memory-efficient attention that every GPU computes, gradients too.
-_COLUMNS = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 224}
+# The columns of calls of memory-efficient attention that every GPU computes, gradients too; of calls with dropout, and of
+# those that may be flash attention's.
+_COLUMNS = {torch.float16: 512, torch.bfloat16: 512, torch.float32: 224}
+_NARROW = 256
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
 
 
@@ -114,17 +117,19 @@ def _cpu_backward(
     return _dense_backward(grad_out, query, key, value, out, logsumexp, shared)[:3]
 
 
-def _is_efficients(query, value, attn_bias):
+def _is_efficients(query, value, attn_bias, dropout_p):
     """Whether PyTorch's own kernel computes a call of memory-efficient attention: one that may be flash attention's is
     meant for it."""
-    may_be_flash = attn_bias is None and query.dtype != torch.float32
-    return may_be_flash or max(query.shape[-1], value.shape[-1]) > _COLUMNS.get(query.dtype, 0)
+    columns = max(query.shape[-1], value.shape[-1])
+    may_be_flash = attn_bias is None and query.dtype != torch.float32 and columns <= _NARROW
+    drops = dropout_p > 0 and columns > _NARROW
+    return may_be_flash or drops or columns > _COLUMNS.get(query.dtype, 0)
 
 
 def _efficient_forward(
     torchs, query, key, value, attn_bias, compute_log_sumexp, dropout_p=0.0, is_causal=False, *, scale=None
 ):
-    if _is_efficients(query, value, attn_bias):
+    if _is_efficients(query, value, attn_bias, dropout_p):
         return torchs(query, key, value, attn_bias, compute_log_sumexp, dropout_p, is_causal, scale=scale)
     rng_state = rng_state_of(query, dropout_p)
     shared = _given(scale=scale, bias=attn_bias, dropout_p=dropout_p, rng_state=rng_state) | _top_left(is_causal)
@@ -139,7 +144,7 @@ def _efficient_backward(
     torchs, grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
     grad_input_mask, is_causal=False, *, scale=None,
 ):  # fmt: skip
-    if _is_efficients(query, value, attn_bias):
+    if _is_efficients(query, value, attn_bias, dropout_p):
         return torchs(
             grad_out, query, key, value, attn_bias, out, logsumexp, philox_seed, philox_offset, dropout_p,
             grad_input_mask, is_causal, scale=scale,

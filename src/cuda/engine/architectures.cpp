@@ -12,6 +12,7 @@
 #include "cuda/passes/converted.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
+#include "cuda/portable/wide_backward.h"
 #include "cuda/sm90/common.h"
 #include "cuda/sm90/families.h"
 
@@ -24,7 +25,7 @@ const Architecture& architecture_of(const Target& target) {
   static const ConvertedFamily kPortableConverted(portable::forward_family());
   static const ConvertedFamily kPortableConvertedDecode(decode::portable_family(),
                                                         /*f32_alone=*/true);
-  static const std::array<const Family*, 10> kHopperFamilies = {
+  static const std::array<const Family*, 11> kHopperFamilies = {
       &sm90::forward_family(),
       &portable::forward_family_for_hopper(),
       &decode::hopper_family(),
@@ -34,6 +35,7 @@ const Architecture& architecture_of(const Target& target) {
       &kHopperConvertedDecode,
       &sm90::backward_family(),
       &portable::backward_family_for_hopper(),
+      &portable::wide_backward_family(),
       &scores_family()};
   // The rates of every H100, H200 and GH200 are those measured on an H200. For the H100 PCIe the
   // memory bandwidth per SM is assumed to be the same.
@@ -44,9 +46,13 @@ const Architecture& architecture_of(const Target& target) {
            .bytes_per_cycle = kH200.bytes_per_cycle * 114 / kH200.sms},
       kH200};
   static const Architecture kHopper{kHopperFamilies, kHopperCards};
-  static const std::array<const Family*, 6> kPortableFamilies = {
-      &portable::forward_family(), &decode::portable_family(),   &kPortableConverted,
-      &kPortableConvertedDecode,   &portable::backward_family(), &scores_family()};
+  static const std::array<const Family*, 7> kPortableFamilies = {&portable::forward_family(),
+                                                                 &decode::portable_family(),
+                                                                 &kPortableConverted,
+                                                                 &kPortableConvertedDecode,
+                                                                 &portable::backward_family(),
+                                                                 &portable::wide_backward_family(),
+                                                                 &scores_family()};
   static const Architecture kPortable{kPortableFamilies, known_cards()};
   return target == sm90::kTarget ? kHopper : kPortable;
 }

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 #include <utility>
@@ -110,8 +111,8 @@ std::string backward_rejects(const Problem& p) {
   return why.empty() ? backward_sizes_rejected(p) : why;
 }
 
-std::string backward_sizes_rejected(const Problem& p) {
-  if (std::string why = sizes_rejected(p); !why.empty()) return why;
+std::string backward_sizes_rejected(const Problem& p, const HeadDims& max) {
+  if (std::string why = sizes_rejected(p, max); !why.empty()) return why;
   const BackwardShapes maps = backward_shapes(p);
   for (const auto& [name, shape] : {std::pair{"q", &maps.q}, std::pair{"k", &maps.k},
                                     std::pair{"v", &maps.v}, std::pair{"dout", &maps.dout}}) {
@@ -197,8 +198,9 @@ void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, E
 KernelUse prepare_kernel(const AnyBackwardKey& of) {
   AnyBackwardKey key = of_target(of);
   key.dtypes = of.dtypes;
-  // A row of dO is read by 8, 16 or 32 lanes, 8 columns each.
-  key.value_dim = of.value_dim <= 64 ? 64 : of.value_dim <= 128 ? 128 : 256;
+  // A row of dO is read by 8, 16 or 32 lanes, 8 columns each; above 256 twice.
+  key.value_dim =
+      static_cast<int>(std::bit_ceil(static_cast<unsigned>(std::max(of.value_dim, 64))));
   key.dq_method = of.dq_method;
   key.rounds_dq = of.rounds_dq;
   const bool ordered = of.dq_method == DqMethod::kOrdered;
@@ -253,6 +255,18 @@ KernelUse sinks_kernel(const AnyBackwardKey& of) {
   key.packed = of.packed;
   key.seqused_q = of.seqused_q;
   return use("backward/sinks.cu", key, "fulgur_backward_sinks");
+}
+
+KernelUse repair_kernel(const AnyBackwardKey& of) {
+  AnyBackwardKey key = of_target(of);
+  static_cast<KernelKey&>(key) = of;
+  key.head_dim = round_up(of.head_dim, kWarpColumns);
+  key.value_dim = round_up(of.value_dim, kWarpColumns);
+  key.dropout = of.dropout;
+  key.key_gradients = of.key_gradients;
+  key.f32_key_gradients = of.f32_key_gradients;
+  if (of.dq_method == DqMethod::kNone) key.dq_method = of.dq_method;
+  return use("backward/repair.cu", key, "fulgur_backward_repair");
 }
 
 AnyBackwardWorkspace backward_workspace(const Problem& p, const AnyBackwardKey& key,

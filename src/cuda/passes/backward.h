@@ -105,7 +105,8 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
   return {.block_rows = key.block_rows,
           .block_keys = key.block_keys,
           .by_keys = true,
-          .by_rows_too = key.stores_ds() || key.dq_method == DqMethod::kOrdered,
+          .by_rows_too = key.stores_ds() || key.dq_method == DqMethod::kOrdered ||
+                         key.dq_method == DqMethod::kByRows,
           .early_starts = key.early_starts,
           .method = key.makes_map ? MapMethod::kPrepare : MapMethod::kSeparate};
 }
@@ -113,7 +114,7 @@ inline MapTiles map_tiles(const AnyBackwardKey& key) {
 /// Why no kernel of 16-bit operands computes a backward problem; empty if one does.
 std::string backward_rejects(const Problem& problem);
 /// Why no kernel computes one of so many rows, heads and columns; empty if one does.
-std::string backward_sizes_rejected(const Problem& problem);
+std::string backward_sizes_rejected(const Problem& problem, const HeadDims& max = kMaxDims);
 
 void set_problem(const Problem& problem, AnyBackwardKey& key, AnyBackwardPlan& plan);
 
@@ -125,6 +126,9 @@ void describe_backward(const AnyBackwardKey& key, const AnyBackwardPlan& plan, E
 KernelUse prepare_kernel(const AnyBackwardKey& key);
 KernelUse round_kernel(const AnyBackwardKey& key);
 KernelUse sinks_kernel(const AnyBackwardKey& key);
+/// The kernel that repairs gradients where a kernel by rows computes dQ.
+KernelUse repair_kernel(const AnyBackwardKey& key);
+inline constexpr int kRepairThreads = 256;
 
 /// The arguments of all kernels that are the same in every run, without addresses. The kernels by
 /// keys compute 2^p_log2 P.

@@ -15,17 +15,13 @@ constexpr TensorMapBlob BackwardParams::*kMaps[] = {
     &BackwardParams::q_map, &BackwardParams::k_map, &BackwardParams::v_map,
     &BackwardParams::dout_map, &BackwardParams::bias_map};
 
-constexpr int kRowsThreads = 384, kRepairThreads = 256, kReduceColumns = 32;
+constexpr int kRowsThreads = 384, kReduceColumns = 32;
 constexpr int kMaxGridY = 65535;
 constexpr int kBiasGradientRows = 128, kBiasGradientThreads = 384;
 
 // The key of a kernel has only the fields that its text depends on, so that plans that differ in
 // other fields share the kernel. Some kernels depend on d only by the number of lanes or panels of
 // a row.
-
-constexpr int kWarpColumns = 32;
-
-int round_up(int dims, int columns) { return ceil_div(dims, columns) * columns; }
 
 KernelUse use(const char* source, const BackwardKey& key, const char* entry, int shared) {
   return {{source, kernel_config(key)}, entry, shared};
@@ -46,18 +42,6 @@ KernelUse rows_kernel(const BackwardPlan& plan) {
   key.bias_rows = key.f32_key_gradients = false;
   key.key_gradients = true;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
-}
-
-KernelUse repair_kernel(const BackwardPlan& plan) {
-  BackwardKey key;
-  static_cast<KernelKey&>(key) = plan;
-  key.head_dim = round_up(plan.head_dim, kWarpColumns);
-  key.value_dim = round_up(plan.value_dim, kWarpColumns);
-  key.dropout = plan.dropout;
-  key.key_gradients = plan.key_gradients;
-  key.f32_key_gradients = plan.f32_key_gradients;
-  if (plan.dq_method == DqMethod::kNone) key.dq_method = plan.dq_method;
-  return use("sm90/backward/repair.cu", key, "fulgur_backward_repair", 0);
 }
 
 /// The kernel of the bias gradient. Its tiles have 128 queries and 64 keys, whatever tiles the

@@ -22,9 +22,11 @@ std::string name_of(DqMethod method) {
     case DqMethod::kNone:
       return "none";
     case DqMethod::kStored:
+      return "stored";
+    case DqMethod::kByRows:
       break;
   }
-  return "stored";
+  return "by_rows";
 }
 
 void describe_dq(const BackwardPlan& plan, Explanation& e) {

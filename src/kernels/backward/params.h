@@ -2,8 +2,8 @@
 //
 // kernel_config.h, generated per plan, holds an anonymous enum of ints; those that all kernels have:
 //   kElementQ, kElementK, kElementV, kElementO    the element types of the operands (host_device/element.h)
-//   kHeadDim        d rounded up to 16 (<= 256)
-//   kValueDim       dv rounded up to 16 (<= 256)
+//   kHeadDim        d rounded up to 16 (<= 576)
+//   kValueDim       dv rounded up to 16 (<= 512)
 //   kBlockRows      Br: rows of Q of a step of the kernel by keys
 //   kBlockKeys      Bc: keys of a key block
 //   kDqMethod       a DqMethod

@@ -12,7 +12,8 @@
 
 enum : int {
   kPrepareThreads = 256,
-  kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,  // threads per row, with 8 columns each
+  // Threads per row, with 8 columns each of the first 256, and as many of the others.
+  kLanes = kValueDim <= 64 ? 8 : kValueDim <= 128 ? 16 : 32,
   kRowsAtOnce = kPrepareThreads / kLanes,
   kRowsOfThread = 64 / kRowsAtOnce,  // a CTA computes 64 rows
   kTilesOf64Rows = kBlockRows > 0 && kBlockRows < 64 ? 64 / kBlockRows : 1,
@@ -162,7 +163,15 @@ extern "C" __global__ void __launch_bounds__(kPrepareThreads)
 #pragma unroll
       for (int i = 0; i < kRowsOfThread; ++i) {
         const int row = first + i * kRowsAtOnce + int(threadIdx.x / kLanes);
-        const float product = row_product(out[i], dout[i]);
+        float product = row_product(out[i], dout[i]);
+        if constexpr (kValueDim > 8 * kLanes) {
+          constexpr int kFirst = 8 * kLanes;
+          const int count = row < n.sq ? p.dv - kFirst - column : 0;
+          const auto* const out_row = row_of<ElementO>(p.out, batch, n.q_start + row, head);
+          const auto* const dout_row = row_of<ElementO>(p.dout, batch, n.q_start + row, head);
+          product += row_product(load_columns(out_row + kFirst + column, count),
+                                 load_columns(dout_row + kFirst + column, count));
+        }
         if (lane != 0) continue;
         if (row < n.sq) {
           store_statistics(p, batch, n.q_start + row, head, lse[i], product, at + row);

@@ -14,6 +14,7 @@ enum class DqMethod : int {
   kOrdered,  // the same in a fixed order, by semaphores: the same bits in every run
   kStored,   // dS is stored, and the kernel by rows computes dQ from it
   kNone,     // dQ is not requested
+  kByRows,   // a kernel by rows computes P and dS again
 };
 
 // A dS tile is dS of 64 rows x 64 keys: one line of 128 bytes for each key, with its rows swizzled as TMA does it.

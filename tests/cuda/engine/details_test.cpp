@@ -134,6 +134,7 @@ TEST_F(DocumentedDetails, AreAll) {
   add_backward({.hk = 8, .d = 64});
   add_backward({.hk = 8, .d = 64}, {.deterministic = true});
   add_backward({.invariant = true});
+  add_backward({.d = 512});
 
   const ForwardCall tuned = forward_call({.batch = 5});
   cuda::tune(placed(tuned.args, kBase), tuned.options);

@@ -502,7 +502,7 @@ TEST_F(OnFakeGpu, UnsupportedIsSaidBeforePlanning) {
             std::string::npos);
   const std::string f32 = message({.dtype = DType::kF32, .d = 512});  // whose dtype is computed
   EXPECT_NE(f32.find("engine cuda: computes d and dv up to 256"), std::string::npos) << f32;
-  const BackwardCall wide = backward_call({.d = 512});
+  const BackwardCall wide = backward_call({.dtype = DType::kF32, .d = 512});
   EXPECT_NE(message_of([&] {
               plan(wide.args, wide.options);
             }).find("engine cuda: computes d and dv up to 256"),

@@ -46,6 +46,7 @@ constexpr Kernel kKernels[] = {
     {"fulgur_forward", sizeof(ForwardParams)},
     {"fulgur_portable_forward", sizeof(PortableForwardParams)},
     {"fulgur_portable_backward", sizeof(BackwardParams)},
+    {"fulgur_wide_gradient", sizeof(BackwardParams)},
     {"fulgur_portable_bias_gradient", sizeof(BackwardParams)},
     {"fulgur_portable_reduce", sizeof(BackwardParams)},
     {"fulgur_decode", sizeof(DecodeAppendParams)},  // where the plan appends, and else more

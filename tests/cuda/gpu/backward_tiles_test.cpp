@@ -13,6 +13,7 @@ namespace {
 
 class BackwardTiles : public OnGpu, public testing::WithParamInterface<Case> {};
 class BackwardSplits : public OnGpu {};
+class BackwardWide : public OnGpu, public testing::WithParamInterface<Case> {};
 class BackwardShort : public OnGpu {};
 
 // Cases that more than one tile computes.
@@ -148,6 +149,73 @@ TEST_F(BackwardSplits, PortableKernelsShareQHeads) {
     }
   }
 }
+
+// Wide heads: every option, and sizes that no tile divides.
+std::vector<Case> wide_cases() {
+  const Case shape{.dtype = DType::kBF16,
+                   .batch = 1,
+                   .sq = 150,
+                   .sk = 170,
+                   .hq = 2,
+                   .hk = 2,
+                   .d = 512,
+                   .dv = 512};
+  std::vector<Case> cases(9, shape);
+  cases[0].mask = causal();
+  cases[0].dropout = 0.1;
+  cases[1].d = 576;
+  cases[1].hq = 4;
+  cases[1].hk = 1;
+  cases[1].dtype = DType::kF16;
+  cases[1].dlse = true;
+  cases[2].batch = 3;
+  cases[2].d = 300;
+  cases[2].dv = 260;
+  cases[2].layout = Layout::kPacked;
+  cases[2].mask = window(70, 9);
+  cases[2].softcap = 3;
+  cases[3].batch = 2;
+  cases[3].d = 40;
+  cases[3].dv = 500;
+  cases[3].seqused = cases[3].seqused_q = true;
+  cases[3].mask = causal();
+  cases[4].dv = 64;
+  cases[4].alibi = Alibi::kHeads;
+  cases[4].sinks = true;
+  cases[4].mask = chunked(50, causal());
+  cases[5].d = 257;
+  cases[5].dv = 129;
+  cases[5].sk = 60;
+  cases[5].hq = 6;
+  cases[5].mask = top_left(causal());
+  cases[6].sq = 0;
+  cases[7].sk = 0;
+  cases[8].sq = 3;
+  cases[8].sk = 300;
+  cases[8].d = 304;
+  cases[8].mask = window(-1, 2);
+  return cases;
+}
+
+// By every tile, planned for so many SMs that CTAs share the q heads of a kv head where there are
+// several. The forward pass of wide heads lacks dropout on GPUs; the CPU computes it.
+TEST_P(BackwardWide, FollowReference) {
+  const Case& c = GetParam();
+  Workload w(c, c.seed());
+  w.options.engine = "cuda";
+  const Expected e = expect(w);
+  const auto forward = [&] {
+    w.options.engine = "cpu";
+    w.run_forward();
+    w.options.engine = "cuda";
+  };
+  std::set<std::string> seen;
+  run_tiles<BackwardArgs>(
+      w, w.backward, seen, forward, [&] { return backward_is_right(w, e); }, 132);
+  EXPECT_EQ(seen.size(), 4u);
+}
+
+INSTANTIATE_TEST_SUITE_P(Small, BackwardWide, testing::ValuesIn(wide_cases()), name);
 
 // Above d 128, with a right bound and more key blocks than a few for each SM, the last block of a
 // head adds first, and each begins at its diagonal.

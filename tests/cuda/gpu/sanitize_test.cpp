@@ -40,7 +40,7 @@ testing::AssertionResult both_right(const Case& c) {
 // Each at the largest head dim that it computes.
 TEST_F(Sanitize, EveryTile) {
   std::set<std::string> seen;
-  for (const int64_t d : {256, 192, 128, 96, 64, 32}) {
+  for (const int64_t d : {512, 256, 192, 128, 96, 64, 32}) {
     Workload w({.dtype = kBf16, .sq = 150, .sk = 200, .d = d, .dv = d, .mask = causal()}, 1);
     const Expected e = expect(w);
     run_tiles<ForwardArgs>(

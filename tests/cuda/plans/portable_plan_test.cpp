@@ -3,6 +3,7 @@
 
 #include <set>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "backward_call.h"
@@ -12,6 +13,7 @@
 #include "cuda/engine/choose.h"
 #include "cuda/portable/backward.h"
 #include "cuda/portable/forward.h"
+#include "cuda/portable/wide_backward.h"
 #include "forward_call.h"
 
 namespace fulgur::cuda::portable {
@@ -260,6 +262,80 @@ TEST(PortableBackwardPlan, SharesQHeadsWhereThereAreFewKeyBlocks) {
   EXPECT_EQ(splits(invariant), 1);
   EXPECT_EQ(splits(tight), 1);
   EXPECT_EQ(splits(heads), 1);
+}
+
+// Heads wider than those of other kernels, d or dv above 256.
+const std::vector<std::pair<int64_t, int64_t>> kWideHeads = {{257, 257}, {320, 320}, {512, 512},
+                                                             {576, 512}, {16, 300},  {512, 64}};
+
+TEST(PortableWideBackwardPlan, EveryCardHasTilesThatFit) {
+  for (const Card& card : known_cards()) {
+    for (const auto& [d, dv] : kWideHeads) {
+      for (const bool bias : {false, true}) {
+        Problem p = backward_problem({.sq = 700, .sk = 900, .d = d, .dv = dv, .mask = causal()});
+        p.given.set(Arg::kBias, bias);
+        std::vector<std::string> rejected;
+        const auto tiles = wide_backward_candidates(p, card, &rejected);
+        EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
+        std::set<std::string> names;  // tuning knows tiles by them
+        for (const auto& [plan, cycles, tuned_only] : tiles) {
+          for (const WideGradient of : plan.gradients()) {
+            EXPECT_LE(plan.key_of(of).layout().bytes, card.shared_bytes);
+            EXPECT_GE(plan.key_of(of).stages, 2);
+          }
+          EXPECT_GE(plan.key_blocks.blocks * plan.block_keys, 900);
+          EXPECT_GE(plan.row_blocks.blocks * plan.block_keys, 700);
+          EXPECT_EQ(plan.row_blocks.batch_heads, p.batch * p.hq);
+          EXPECT_EQ(plan.key_blocks.batch_heads, p.batch * p.hk * plan.splits);
+          EXPECT_EQ(plan.splits * plan.split_heads, p.group());
+          EXPECT_GT(cycles, 0);
+          EXPECT_TRUE(names.insert(plan.tile().text()).second);
+        }
+      }
+    }
+  }
+}
+
+TEST(PortableWideBackwardPlan, ComputesWhatIsWanted) {
+  const auto gradients = [](bool dq, bool dk_dv) {
+    Problem p = backward_problem({.d = 512});
+    p.given.set(Arg::kDq, dq);
+    p.given.set(Arg::kDk, dk_dv);
+    p.given.set(Arg::kDv, dk_dv);
+    std::vector<std::string> rejected;
+    return wide_backward_candidates(p, card_called("h200"), &rejected).at(0).plan.gradients();
+  };
+  using enum WideGradient;
+  EXPECT_EQ(gradients(true, true), (std::vector{kOfQ, kOfK, kOfV}));
+  EXPECT_EQ(gradients(true, false), std::vector{kOfQ});
+  EXPECT_EQ(gradients(false, true), (std::vector{kOfK, kOfV}));
+}
+
+TEST(PortableWideBackwardPlan, SharesQHeadsWhereThereAreFewKeyBlocks) {
+  const auto splits = [](test::ForwardShape shape) {
+    shape.d = 576;
+    shape.dv = 512;
+    const Problem p = backward_problem(shape);
+    std::vector<std::string> rejected;
+    return wide_backward_candidates(p, card_called("h200"), &rejected).at(0).plan.splits;
+  };
+  const test::ForwardShape few{.batch = 1, .sq = 2048, .sk = 2048, .hq = 32, .hk = 1};
+  test::ForwardShape many = few, invariant = few;
+  many.batch = 32;
+  invariant.invariant = true;
+  EXPECT_GE(splits(few), 4);
+  EXPECT_EQ(splits(many), 1);
+  EXPECT_EQ(splits(invariant), 1);
+}
+
+TEST(PortableWideBackwardPlan, IsTheChoiceForWideHeads) {
+  for (const auto& [d, dv] : kWideHeads) {
+    const Problem p = backward_problem({.d = d, .dv = dv});
+    EXPECT_EQ(tile_of(p, card_called("a100")).family, "portable_backward_wide");
+    EXPECT_EQ(wide_backward_rejects(p), "");
+  }
+  EXPECT_EQ(wide_backward_rejects(backward_problem({.dtype = DType::kF32, .d = 512})),
+            "computes bf16 and f16");
 }
 
 // The bits of a sequence depend on its tile.

@@ -111,29 +111,35 @@ class TestSdpa:
         assert dbias is None
         assert _sdpa._efficient_forward(None, *given, False)[1].shape == (2, 4, 0)
 
-    def test_float32_on_a_gpu(self):
-        """PyTorch asks memory-efficient attention for it; called without a GPU."""
-        q, k, v = make(*[(2, 4, 9, 16)] * 3)
+    @pytest.mark.parametrize("dtype, dim, close", [(torch.float32, 16, 1e-5), (torch.bfloat16, 512, 4e-2)])
+    def test_without_masks_on_a_gpu(self, dtype, dim, close):
+        """PyTorch asks memory-efficient attention for float32 and wide heads; called without a GPU."""
+        q, k, v = make(*[(2, 4, 9, dim)] * 3, dtype=dtype)
         want = scaled_dot_product_attention(q, k, v, is_causal=True)
         dout = torch.randn_like(want)
         given = [x.detach() for x in (q, k, v)]
         out, lse, seed, offset = _sdpa._efficient_forward(None, *given, None, True, 0.0, True)
         results = (out, lse, seed, offset, 0.0, [True] * 3 + [False], True)
         *gradients, dbias = _sdpa._efficient_backward(None, dout, *given, None, *results)
-        torch.testing.assert_close(out, want)
-        torch.testing.assert_close(gradients, list(torch.autograd.grad(want, (q, k, v), dout)))
+        torch.testing.assert_close(out, want, atol=close, rtol=close)
+        wanted = list(torch.autograd.grad(want, (q, k, v), dout))
+        torch.testing.assert_close(gradients, wanted, atol=close, rtol=close)
         assert dbias is None
 
     def test_what_stays_with_efficient_attention(self):
-        """Calls of 16 bits without a mask, in float64, and of more columns than every GPU computes."""
+        """Calls of 16 bits without a mask, in float64, and of more columns than every GPU computes, with dropout too."""
         torchs = lambda *x, **_: ("PyTorch", len(x))  # noqa: E731
         q, k, v = make(*[(2, 4, 9, 16)] * 3, dtype=torch.bfloat16, grad=False)
-        mask, wide = torch.zeros(2, 4, 9, 9), torch.zeros(2, 4, 9, 264, dtype=torch.bfloat16)
+        mask, wide = torch.zeros(2, 4, 9, 9), torch.zeros(2, 4, 9, 520, dtype=torch.bfloat16)
         doubles, widest = (x.double() for x in (q, k, v)), wide[..., :256].float()
         for tensors in ((q, k, v, None), (*doubles, mask), (wide, wide, wide, mask), (widest, widest, widest, None)):
             assert _sdpa._efficient_forward(torchs, *tensors, True) == ("PyTorch", 7)
             results = (q, mask, mask, mask, 0.0, [True] * 4)
             assert _sdpa._efficient_backward(torchs, q, *tensors, *results) == ("PyTorch", 12)
+        dropped = (*(wide[..., :264],) * 3, None)
+        results = (q, mask, mask, mask, 0.5, [True] * 4)
+        assert _sdpa._efficient_forward(torchs, *dropped, True, 0.5) == ("PyTorch", 7)
+        assert _sdpa._efficient_backward(torchs, q, *dropped, *results) == ("PyTorch", 12)
 
     def test_what_stays_with_torch(self):
         q, k, v = make(*[(2, 4, 9, 16)] * 3)

@@ -4,7 +4,10 @@
 
 namespace fulgur::kernels {
 
-enum : int { kPortableBiasTile = 64 };  // queries and keys of a tile
+enum : int {
+  kPortableBiasTile = 64,      // queries and keys of a tile
+  kPortableBiasColumns = 256,  // the maximum of columns of a tile in shared memory at a time
+};
 
 struct PortableBiasLayout {
   int keys;  // K or V, after Q or dO
@@ -12,7 +15,8 @@ struct PortableBiasLayout {
 };
 
 FULGUR_SHARED PortableBiasLayout portable_bias_layout(const Operands& types, int head_dim, int value_dim) {
-  const int panels = max_of(panels_of(types.q, head_dim), panels_of(types.v, value_dim));
+  const int panels = max_of(panels_of(types.q, min_of(head_dim, kPortableBiasColumns)),
+                            panels_of(types.v, min_of(value_dim, kPortableBiasColumns)));
   PortableBiasLayout map = {};
   map.keys = panels * kPortableBiasTile * kPanelRowBytes;
   map.scratch = 2 * map.keys;

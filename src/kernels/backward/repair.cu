@@ -1,4 +1,4 @@
-// backward/repair.cuh as a separate kernel, for calls whose dQ the kernel by rows computes; otherwise round.cu repairs.
+// backward/repair.cuh as a separate kernel, for calls whose dQ a kernel by rows computes; otherwise round.cu repairs.
 #include "device/dependent_launch.cuh"
 #include "backward/repair.cuh"
 
