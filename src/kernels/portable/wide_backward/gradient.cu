@@ -56,8 +56,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll 1
       for (int number = 0; number < kScoreChunks; ++number) {
         const u32 chunk = ring.next();
-        multiply_scores(X, part, smem, chunk, number);
         ring.start();
+        multiply_scores(X, part, smem, chunk, number);
       }
       TileScores S;
       TileScores dP;
@@ -69,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
 #pragma unroll
     for (int number = 0; number < kGradientChunks; ++number) {
       const u32 chunk = ring.next();
+      ring.start();
       if (number == 0) load_weights(W, smem + kLayout.weights);
 #pragma unroll
       for (int i = 0; i < kChunkPanels; ++i) {
@@ -76,7 +77,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
         using Type = Conditional<kOfV, ElementO, ElementQ>;
         add_gradient<Type>(G[kChunkPanels * number + i], W, chunk + i * kStreamedPanelBytes);
       }
-      ring.start();
     }
     if (!kOfQ) {
       const u32 first = smem + kLayout.statistics;
