@@ -276,7 +276,9 @@ TEST(PortableWideBackwardPlan, EveryCardHasTilesThatFit) {
         p.given.set(Arg::kBias, bias);
         std::vector<std::string> rejected;
         const auto tiles = wide_backward_candidates(p, card, &rejected);
-        EXPECT_FALSE(tiles.empty()) << card.name << " d " << d;
+        // 64 KB, of compute capability 7.5, have no room for the rows of a CTA in both operands.
+        const bool fits = card.shared_bytes > 65536 || std::min(d, dv) <= 256;
+        EXPECT_EQ(!tiles.empty(), fits) << card.name << " d " << d;
         std::set<std::string> names;  // tuning knows tiles by them
         for (const auto& [plan, cycles, tuned_only] : tiles) {
           for (const WideGradient of : plan.gradients()) {
