@@ -195,6 +195,54 @@ TEST_P(DenseBias, WhatIsNoNumberSpoilsItsRow) {
   }
 }
 
+// Nor do NaN and +inf for a key that the bounds hide spoil anything, and gradients of other rows
+// than theirs they never spoil.
+TEST_P(DenseBias, WhatIsNoNumberAfterTheDiagonal) {
+  for (const double x : {kNan, kInf}) {
+    for (const int64_t d : {16, 24}) {
+      Case c{.dtype = DType::kBF16, .batch = 1, .sq = 250, .sk = 250, .hq = 2, .hk = 2, .d = d};
+      c.bias = Bias::kHeads;
+      c.mask = causal();
+      Workload w(c, 16);
+      w.options.engine = engine();
+      std::vector<double> bias = read(w.forward.bias);
+      for (const int64_t row : {0, 62, 63, 130, 192}) bias[row * c.sk + row + 1] = x;
+      write(w.forward.bias, bias);
+      w.seal();
+      if (!runs(w)) return;
+      const Expected e = expect(w);
+      EXPECT_TRUE(forward_is_right(w, e)) << x << " " << d;
+      EXPECT_TRUE(backward_is_right(w, e)) << x << " " << d;
+      bias[60 * c.sk + 50] = x;  // of head 0
+      write(w.forward.bias, bias);
+      w.seal();
+      if (!runs(w)) return;
+      const std::vector<double> dq = read(w.backward.dq);
+      for (int64_t i = 0; i < c.sq; ++i) {
+        for (int64_t h = 0; h < c.hq; ++h) {
+          EXPECT_EQ(std::isnan(dq[(i * c.hq + h) * c.d]), i == 60 && h == 0) << i << " " << h;
+        }
+      }
+    }
+  }
+}
+
+// Products multiply a bias of bf16 with 1 / scale in one number of bf16 or two.
+TEST_P(DenseBias, OfAnyScale) {
+  for (const double scale : {0.125, 0.3, 0.02, 0.001, 0.7}) {
+    Case c{.dtype = DType::kBF16, .batch = 1, .sq = 200, .sk = 150, .hq = 2, .hk = 1, .d = 40};
+    c.bias = Bias::kHeads;
+    Workload w(c, 17);
+    w.options.engine = engine();
+    w.options.scale = scale;
+    w.seal();
+    if (!runs(w)) return;
+    const Expected e = expect(w);
+    EXPECT_TRUE(forward_is_right(w, e)) << scale;
+    EXPECT_TRUE(backward_is_right(w, e)) << scale;
+  }
+}
+
 // Long rows of keys, in splits where multiprocessors are left over: some rows see keys of one half
 // of them alone, or none.
 TEST_P(DenseBias, OfManyKeys) {

@@ -117,6 +117,7 @@ std::vector<Problem> problems() {
     all.push_back(forward_problem({.d = d, .packed = true}));
   }
   all.push_back(forward_problem({.d = 80, .bias = DType::kF16}));
+  all.push_back(forward_problem({.d = 64, .scale = 0.3, .bias = DType::kBF16}));
   for (const int64_t d : {64, 128, 256}) {
     for (const Mask& mask : masks) {
       all.push_back(forward_problem({.d = d, .mask = mask}));

@@ -95,6 +95,17 @@ void of_pairs(Context& c, const Instruction& i) {
   }
   c.set(i.atoms[0], result);
 }
+/// All bits of a half are 1 where the number of the first word is less.
+void set_less_pair(Context& c, const Instruction& i) {
+  uint32_t result = 0;
+  for (int half = 0; half < 32; half += 16) {
+    const auto part = [&](int at) {
+      return widen(i)(static_cast<uint16_t>(c.get(i.atoms[at]) >> half));
+    };
+    if (part(1) < part(2)) result |= 0xffffU << half;
+  }
+  c.set(i.atoms[0], result);
+}
 void prmt(Context& c, const Instruction& i) {
   c.set(i.atoms[0], __byte_perm(c.get32(i.atoms[1]), c.get32(i.atoms[2]), c.get32(i.atoms[3])));
 }
@@ -317,6 +328,8 @@ constexpr Known kKnown[] = {
     {"add.rn.f16x2", of_pairs<std::plus<>>},
     {"mul.rn.f16x2", of_pairs<std::multiplies<>>},
     {"max.NaN.f16x2", of_pairs<MaxOrNan>},
+    {"max.NaN.bf16x2", of_pairs<MaxOrNan>},
+    {"set.lt.u32.bf16x2", set_less_pair},
     {"prmt.b32", prmt},
     {"lop3.b32", lop3},
     {"or.b32", bit_or},
@@ -372,7 +385,7 @@ constexpr Known kKnown[] = {
     {"cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32", bulk_store},
     {"mma.sync.aligned.m16n8k16.row.col.f32.", multiply_warp},
     {"mma.sync.aligned.m16n8k8.row.col.f32.tf32.", multiply_tf32_warp},
-    {"mma.sync.aligned.m16n8k8.row.col.f32.f16.", multiply_warp},
+    {"mma.sync.aligned.m16n8k8.row.col.f32.", multiply_warp},
     {"wgmma.mma_async.sync.aligned.m64n", multiply_warpgroup},
     {"wgmma.commit_group", commit_products},
     {"wgmma.wait_group", wait_products},

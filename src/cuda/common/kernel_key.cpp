@@ -42,6 +42,9 @@ constexpr int64_t kMaxBound =
 /// Whether the mask's bounds may be for longer sequences than those of this problem.
 bool of_any_length(const Problem& p) { return p.invariant || p.origin != Origin{}; }
 
+/// 1 / scale.
+float bias_factor(const Problem& p) { return static_cast<float>(1 / p.scale); }
+
 }  // namespace
 
 kernels::Element element_of(DType dtype) { return static_cast<kernels::Element>(dtype); }
@@ -269,6 +272,17 @@ bool transforms(const Problem& p) {
          (biased && (p.scale < kMinBiasedScale || p.dtypes.q == DType::kE4M3));
 }
 
+int bias_terms(const Problem& p) {
+  if (!p.has(Arg::kBias) || p.bias.dtype != DType::kBF16) return 0;
+  // Packed sequences do not take them: `invariant` calls have the same bits in any layout.
+  if (!p.alike() || p.invariant || p.expressions.given() || transforms(p)) return 0;
+  // The least bf16 times the first term has to be -inf, and times the second one finite.
+  const float factor = bias_factor(p);
+  const bool exact = f32_from_bf16(bf16_from_f32(factor)) == factor;
+  if (factor < 2 || (!exact && factor >= 128)) return 0;
+  return exact ? 1 : 2;
+}
+
 CallParams call_params(const Problem& p, const kernels::Band& band) {
   constexpr double kLog2e = std::numbers::log2e;
   CallParams params{};
@@ -291,7 +305,7 @@ CallParams call_params(const Problem& p, const kernels::Band& band) {
                  static_cast<int>(o.key)};
   params.scale_log2 = scale_log2(p);
   params.bias = {nullptr, p.bias.batch, p.bias.head, p.bias.row, p.bias.key};
-  if (p.has(Arg::kBias)) params.bias_factor = static_cast<float>(1 / p.scale);
+  if (p.has(Arg::kBias)) params.bias_factor = bias_factor(p);
   params.dropout_threshold = kernels::dropout_threshold(p.dropout_p);
   params.keep_scale = static_cast<float>(1 / (1 - p.dropout_p));
   if (p.softcap > 0) {

@@ -178,6 +178,11 @@ float scale_log2(const Problem& problem);
 /// operands a bias needs a transformation, because the scale of products is known only in a run.
 bool transforms(const Problem& problem);
 
+/// In how many numbers of bf16, 1 or 2, products that add a bias multiply it with 1 / scale
+/// (kernels/attention/bias_products.cuh): two leave an error of 2^-17 of it. 0: a bias that they do
+/// not add.
+int bias_terms(const Problem& problem);
+
 /// The arguments that describe a call, without addresses.
 CallParams call_params(const Problem& problem, const kernels::Band& band);
 

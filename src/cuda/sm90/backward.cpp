@@ -40,6 +40,7 @@ KernelUse rows_kernel(const BackwardPlan& plan) {
   key.value_dim = key.k_stages = key.q_stages = key.o_stages = key.ds_stages = key.dq_stages = 0;
   key.transforms_scores = key.softcap = key.alibi = key.dropout = key.has_dlse = false;
   key.bias_rows = key.f32_key_gradients = false;
+  key.bias_terms = 0;
   key.key_gradients = true;
   return use("sm90/backward/rows.cu", key, "fulgur_backward_rows", plan.rows_shared_bytes);
 }

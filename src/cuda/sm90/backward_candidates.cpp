@@ -187,6 +187,8 @@ std::vector<Fitting<BackwardPlan>> backward_candidates(const Problem& p, const C
     if (dq_method == DqMethod::kOrdered) plan.dq_parts = kernels::dq_panels_of(plan.head_dim);
     plan.consumers = consumers;
     plan.block_keys = needs_wide(plan) ? 64 : 64 * consumers;
+    // Calls for dQ alone compute scores a step ahead, while other products are in flight.
+    if (!plan.wide() && plan.key_gradients) plan.bias_terms = bias_terms(p);
     plan.block_rows = step_rows(plan, p, card.sms);
     if (plan.accumulates_dq()) {
       const std::string why = not_accumulated(plan, p);

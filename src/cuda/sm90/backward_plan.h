@@ -22,6 +22,7 @@ struct BackwardKey : AnyBackwardKey {
   /// Warpgroups that compute dK and dV: two, each for 64 of the Bc keys, or one for dK and one for
   /// dV of 64 keys (wide); one in short calls.
   int consumers = 2;
+  int bias_terms = 0;  ///< of products that add the bias; 0: they do not
   int k_stages = 0, q_stages = 0, o_stages = 0, ds_stages = 0, dq_stages = 0;
   int row_tiles = 0, row_stages = 0;  ///< of the kernel by rows
 
@@ -29,6 +30,7 @@ struct BackwardKey : AnyBackwardKey {
   void for_each_field(const F& f) const {
     AnyBackwardKey::for_each_field(f);
     f("kConsumers", consumers);
+    f("kBiasTerms", bias_terms);
     f("kKStages", k_stages);
     f("kQStages", q_stages);
     f("kOStages", o_stages);

@@ -203,6 +203,8 @@ void add_candidates(const Problem& p, const Card& card, bool bits,
     if (codes && t.plan.has_chunk && (tile.consumers == 1 || tile.codes))
       continue;  // these leave none for chunks
     t.plan.consumers = tile.consumers;
+    // With a bias in P products that add it take more than they save.
+    if (t.plan.bias_in_registers() && !t.plan.bias_in_p()) t.plan.bias_terms = bias_terms(p);
     t.plan.pairs |= t.plan.bias_in_p();
     t.plan.shares_blocks = shares_blocks(t.plan, p);
     t.plan.work.heads = static_cast<int>(p.batch * p.hq) / t.plan.block_heads(p);

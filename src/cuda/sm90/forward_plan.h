@@ -22,6 +22,7 @@ struct ForwardKey : AnyForwardKey {
   int block_keys = 0;  ///< Bc
   int q_stages = 0, k_stages = 0, v_stages = 0;
   int producer_registers = 0, consumer_registers = 0;
+  int bias_terms = 0;          ///< of products that add the bias; 0: they do not
   bool pairs = false;          ///< K of a tile and V of the previous tile are loaded together
   bool mean_products = false;  ///< means of V are added by products of the tensor cores
   bool dropout = false;
@@ -40,6 +41,7 @@ struct ForwardKey : AnyForwardKey {
     f("kQStages", q_stages);
     f("kKStages", k_stages);
     f("kVStages", v_stages);
+    f("kBiasTerms", bias_terms);
     f("kPairs", pairs);
     f("kMeanProducts", mean_products);
     f("kProducerRegisters", producer_registers);

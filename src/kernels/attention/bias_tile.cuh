@@ -56,24 +56,26 @@ __device__ __forceinline__ void load_bias_of_strip(u32 tile, int column, float (
   }
 }
 
+// Words of the bias where products are transposed, as of load_bias_of_keys: those of scores 4j to 4j + 7, j even.
+template <int rows>
+__device__ __forceinline__ void load_bias_words_of_keys(u32 tile, u32 key, int j, u32* words) {
+  const u32 lane = threadIdx.x % 32;
+  const u32 query = 8 * j + lane / 16 * 8 + lane % 8;
+  load_shared_matrices_transposed(bias_address<rows>(tile, query, key + warp_row() + lane / 8 % 2 * 8), words);
+}
+
 // The bias where products are transposed, so that rows of fragments are keys: of the queries of a thread's scores 4j to
 // 4j + 3, and of the warp's keys from `key` + warp_row() on. It is called for an even j before j + 1; elements of 16
 // bits for both are loaded together.
 template <int rows>
 __device__ __forceinline__ void load_bias_of_keys(u32 tile, u32 key, int j, float (&bias)[8]) {
-  const u32 lane = threadIdx.x % 32;
-  key += warp_row();
   if constexpr (bias_bytes(kBias) == 2) {
     if (j % 2 == 1) return;
     u32 x[4];
-    const u32 query = 8 * j + lane / 16 * 8 + lane % 8;
-    load_shared_matrices_transposed(bias_address<rows>(tile, query, key + lane / 8 % 2 * 8), x);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      bias[2 * i] = BiasType::low(x[i]);
-      bias[2 * i + 1] = BiasType::high(x[i]);
-    }
+    load_bias_words_of_keys<rows>(tile, key, j, x);
+    unpack_bias(x, bias);
   } else {
+    key += warp_row();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const u32 at = bias_address<rows>(tile, 8 * j + thread_column() + i % 2, key + thread_row() + i / 2 * 8);

@@ -96,6 +96,18 @@ __device__ __forceinline__ void hide_keys(float (&S)[count], const VisibleKeys& 
   }
 }
 
+// Zeros for the elements of hidden keys in words of two, in the order of packed scores of a strip. `first`: as above.
+template <int count>
+__device__ __forceinline__ void clear_pairs_of_hidden_keys(u32 (&words)[count], const VisibleKeys& visible, int first) {
+#pragma unroll
+  for (int i = 0; i < count; ++i) {
+    const int half = i & 1;
+    const int key = first + i / 2 * 8;
+    if (!visible.sees(half, key)) words[i] &= 0xffff0000;
+    if (!visible.sees(half, key + 1)) words[i] &= 0xffff;
+  }
+}
+
 // The rows of a tile of S^T or dP^T that see this thread's keys r and r + 8, [begin[i], end[i]), relative to its first
 // column.
 struct VisibleRows {

@@ -25,6 +25,20 @@ __device__ __forceinline__ float max_or_nan(float a, float b) {
   return y;
 }
 
+// The larger ones of two pairs of bf16; NaN where either is NaN.
+__device__ __forceinline__ u32 max_of_bf16_pairs(u32 a, u32 b) {
+  u32 y;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
+// All bits of a half are 1 where a number of one pair of bf16 is less than that of the other.
+__device__ __forceinline__ u32 less_bf16_pairs(u32 a, u32 b) {
+  u32 y;
+  asm("set.lt.u32.bf16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+  return y;
+}
+
 __device__ __forceinline__ float exp2_fast(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

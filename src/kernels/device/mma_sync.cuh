@@ -58,6 +58,20 @@ __device__ __forceinline__ void multiply_16_8_16(float* c, const u32* a, u32 b0,
 #undef FULGUR_MMA_SYNC
 }
 
+// C = A B, or C += A B, of bf16, 16 x 8 by 8 x 8. A: a[0], a[1] are columns 2q, 2q + 1 of rows r and r + 8. B: b is rows
+// 2q, 2q + 1 of column r.
+template <bool adds>
+__device__ __forceinline__ void multiply_16_8_8_bf16(float* c, const u32* a, u32 b) {
+  if constexpr (adds)
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+  else
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=f"(c[0]), "=f"(c[1]), "=f"(c[2]), "=f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b), "f"(0.f));
+}
+
 // C += A B of tf32, 16 x 8 by 8 x 8: the lower 13 bits of a word do not count. A: a[0], a[1] are column q of rows r and
 // r + 8, a[2], a[3] the same 4 columns on. B: b[0] is row q of column r, b[1] the same 4 rows on.
 __device__ __forceinline__ void multiply_tf32(float* c, const u32* a, const u32* b) {

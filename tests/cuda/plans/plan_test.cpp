@@ -172,6 +172,32 @@ TEST(Sm90Plan, PacksLongBoolMasksThatHeadsShare) {
   EXPECT_FALSE(plan_of(forward_problem({.sq = 4096, .sk = 4096, .bias = DType::kBF16})).mask_bits);
 }
 
+// Products add a bias of bf16 to scores of up to 64 dims: 1 / scale is a bf16, or two. Those of the
+// least bf16 have to be -inf, and finite.
+TEST(Sm90Plan, ProductsAddABias) {
+  const auto terms = [](int64_t d, std::optional<double> scale = {}, DType bias = DType::kBF16,
+                        bool invariant = false) {
+    return plan_of(forward_problem({.batch = 4,
+                                    .sq = 4096,
+                                    .sk = 4096,
+                                    .hq = 16,
+                                    .hk = 16,
+                                    .d = d,
+                                    .scale = scale,
+                                    .invariant = invariant,
+                                    .bias = bias}))
+        .bias_terms;
+  };
+  EXPECT_EQ(terms(64), 1);
+  EXPECT_EQ(terms(64, 0.3), 2);
+  EXPECT_EQ(terms(64, 0.7), 0);
+  EXPECT_EQ(terms(64, 0.0077), 0);
+  EXPECT_EQ(terms(64, 0x1p-8), 1);
+  EXPECT_EQ(terms(64, {}, DType::kF16), 0);
+  EXPECT_EQ(terms(64, {}, DType::kBF16, true), 0);
+  EXPECT_EQ(terms(128), 0);
+}
+
 // With a bias whose words are read into the registers of P, blocks of the last round are cut, or of
 // two strips.
 TEST(Sm90Plan, FillsTheLastRoundWithABias) {

@@ -27,8 +27,10 @@ enum : int {
   // they are interleaved with the exponentials, as steps of 128 rows leave no registers otherwise.
   kHidesAfter = kMaskBits && max_of(kHeadDim, kValueDim) > 64,
   kMaskRegisters = kBiasTile == 1 + kBool ? 16 : kMaskBits && !kHidesAfter ? 8 : 0,
+  // The operand of products that add a bias; of 128 dims the margin has room for it.
+  kBiasRegisters = kBiasByProducts && max_of(kHeadDim, kValueDim) < 128 ? 4 : 0,
   kHeldRegisters = (kKeyGradients ? kHeadDim / 2 + kValueDim / 2 : kBlockRows / 2) + kBlockRows / 2 +
-                   kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) + kMaskRegisters,
+                   kBlockRows / 4 * (1 + kHasScoreSlope + kDropout) + kMaskRegisters + kBiasRegisters,
   kFrontSteps = kOverlaps ? max_of(kConsumerRegisters - kHeldRegisters - 28, 0) / 4 : 0,
   kStepsOfK = kHeadDim / ElementK::kStep,
   kStepsOfV = kValueDim / ElementV::kStep,
@@ -153,16 +155,30 @@ struct StepMask {
   }
 };
 
+// S^T begins with the bias of the step whose Q this is, kBiasByProducts.
+__device__ __forceinline__ void begin_scores(const BiasUnit& unit, const QBuffers& q, float (&X)[kBlockRows / 2]) {
+  if constexpr (kBiasByProducts) {
+#pragma unroll
+    for (int j = 0; j < kBlockRows / 8; j += 2) {
+      u32 words[4];
+      load_bias_words_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, words);
+      begin_with_bias<true>(X + 4 * j, words, unit);
+    }
+    register_fence(X);
+  }
+}
+
 // S^T = K Q^T of a block's first step. `meanwhile` runs during the product.
 template <class Meanwhile>
 __device__ __forceinline__ void first_scores(const BackwardParams& p, const KBuffer& k, const QBuffers& q,
-                                             OwnKeys& own, float (&X)[kBlockRows / 2], StepMask& mask,
-                                             const Meanwhile& meanwhile) {
+                                             const BiasUnit& unit, OwnKeys& own, float (&X)[kBlockRows / 2],
+                                             StepMask& mask, const Meanwhile& meanwhile) {
   own.load_k(k.address());
   q.wait_full();
   if (kMaskBits) mask.load(p, load_shared(mask_places_of(q)));
+  begin_scores(unit, q, X);
   wgmma_fence();
-  own.K.issue_scores(X, along(q.address()), 0);
+  own.K.issue_scores(X, along(q.address()), kBiasByProducts);
   meanwhile();
   wgmma_wait<0>();
   register_fence(X);
@@ -172,13 +188,13 @@ __device__ __forceinline__ void first_scores(const BackwardParams& p, const KBuf
 // runs.
 template <class Meanwhile>
 __device__ __forceinline__ KeyBlock next_block(const BackwardParams& p, const KBuffer& k, const QBuffers& q,
-                                               OwnKeys& own, float (&X)[kBlockRows / 2], StepMask& mask,
-                                               const Meanwhile& meanwhile) {
+                                               const BiasUnit& unit, OwnKeys& own, float (&X)[kBlockRows / 2],
+                                               StepMask& mask, const Meanwhile& meanwhile) {
   if (kKStages == 1) meanwhile();
   k.wait_full();
   const KeyBlock block = load_block(k);
   if (kKStages > 1) {
-    if (block.block >= 0 && block.state & kHasSteps) first_scores(p, k, q, own, X, mask, meanwhile);
+    if (block.block >= 0 && block.state & kHasSteps) first_scores(p, k, q, unit, own, X, mask, meanwhile);
     else meanwhile();
   }
   return block;
@@ -246,6 +262,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   QBuffers q(smem, 0);
   OBuffers o(smem, 0);
   DsBuffers ds(smem);
+  const BiasUnit unit = bias_unit(p.bias_factor);
   const auto across = [](u32 buffer) { return uniform_descriptor(buffer, kBlockRows * 128); };
 
   OwnKeys own;
@@ -253,7 +270,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
   float next_scores[kBlockRows / 2];  // kScoresAhead
   StepMask mask;
   bool finite = true;       // dK and dV of the thread, kRoundsDq
-  for (KeyBlock block = next_block(p, k, q, own, X, mask, [] {}); block.block >= 0;) {
+  for (KeyBlock block = next_block(p, k, q, unit, own, X, mask, [] {}); block.block >= 0;) {
     const Lengths n = lengths_of(p, block.batch);
     const int key = block.block * kBlockKeys + 64 * consumer() + warp_row() + thread_row();
     float dK[kHeadDim / 2];
@@ -267,7 +284,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     };
 
     if (block.state & kHasSteps) {
-      if (kKStages == 1) first_scores(p, k, q, own, X, mask, [] {});
+      if (kKStages == 1) first_scores(p, k, q, unit, own, X, mask, [] {});
       v.wait_full();
       own.load_v(v.address());
 
@@ -299,7 +316,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
 #pragma unroll
           for (int j = 0; j < kBlockRows / 8; ++j) {
             float slope[4];
-            if constexpr (kBiasTile != 0)
+            if constexpr (kBiasTile != 0 && !kBiasByProducts)
               load_bias_of_keys<kBlockRows>(q.address() + kKeysLayout.bias, 64 * consumer(), j, bias);
             probabilities(p, X, j, exponents, bias + j % 2 * 4, slope);
             if (kHasScoreSlope) slopes.packed[2 * j] = ElementSlope::pack(slope[0], slope[1]);
@@ -390,9 +407,10 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
         next.advance();
         if constexpr (!kScoresAhead) {
           next.wait_full();
+          begin_scores(unit, next, X);
           register_fence(dK);
           wgmma_fence();
-          own.K.issue_scores(X, along(next.address()), 0);
+          own.K.issue_scores(X, along(next.address()), kBiasByProducts);
           issue_gradient<ElementQ, kHeadDim>(dK, P, across(q.address()));
         }
         ds.commit(p, step);
@@ -416,7 +434,7 @@ __device__ __forceinline__ void consume(const BackwardParams& p, u32 smem) {
     }
     k.release(leader);
 
-    block = next_block(p, k, q, own, X, mask, [&, block] {
+    block = next_block(p, k, q, unit, own, X, mask, [&, block] {
       finite &= end_gradient<ElementDk, kHeadDim>(p, dK, block, consumer(), p.partial_dk, p.dk, p.d, p.scale);
       if (kCuts && block.state & kFirstPart) arrive_first_part(p);
     });

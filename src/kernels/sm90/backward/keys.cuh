@@ -2,7 +2,7 @@
 // steps, and the operations of a consumer's step. X is S^T or dP^T of 64 keys and kBlockRows rows, the accumulators of
 // a warpgroup.
 #pragma once
-#include "attention/bias_tile.cuh"
+#include "attention/bias_products.cuh"
 #include "attention/dropout.cuh"
 #include "attention/fragment_store.cuh"
 #include "attention/mask.cuh"
@@ -310,7 +310,9 @@ __device__ __forceinline__ void probabilities(const BackwardParams& p, float (&X
     float& x = X[4 * j + i];
     const ScoreContext entry = at.first.moved(8 * j + (i & 1), i & 2 ? 8 : 0);
     if (kHasScoreSlope) slopes[i] = score_slope(p, entry, x);
-    x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias[i], i & 1 ? high : low, p.p_log2));
+    const float shift = i & 1 ? high : low;
+    if constexpr (kBiasByProducts) x = exp2_fast(min_or_nan(__fmaf_rn(x, p.scale_log2, shift), p.p_log2));
+    else x = exp2_fast(exponent_up_to<!kMapsTiles>(p, entry, x, bias[i], shift, p.p_log2));
   }
 }
 

@@ -1,7 +1,7 @@
 // Words of a dense bias of 16 bits, two elements each, in a thread's registers (kBiasInRegisters). It loads them before
 // it issues the products of the tile, and so waits for no shared memory once it has the scores.
 #pragma once
-#include "attention/bias_tile.cuh"
+#include "attention/bias_products.cuh"
 #include "attention/softmax.cuh"
 #include "sm90/forward/layout.cuh"
 
@@ -17,6 +17,14 @@ __device__ __forceinline__ void load_bias_words(u32 (&words)[kPWords], u32 tile,
     load_shared_matrices(kBiasInP ? (first + panel) ^ i % kPanelWords * 8 : bias_words_address(tile, 4 * i),
                          words + i);
   }
+}
+
+// Scores begin with the bias, kBiasByProducts. Of what hides and is finite see load_bias_words.
+__device__ __forceinline__ void begin_scores(float (&S)[kBlockKeys / 2], const u32 (&words)[kPWords],
+                                             const BiasUnit& unit) {
+#pragma unroll
+  for (int i = 0; i < kBiasWords; i += 4) begin_with_bias<false>(S + 2 * i, words + i, unit);
+  register_fence(S);
 }
 
 // -inf for the scores that the bias hides.

@@ -57,6 +57,16 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       if (kBiasTile && !kBiasInRegisters) kv.release_loaded_k();
       if constexpr (!kMaskBits) scores.mask(S, key, rightmost, masked_by);
     };
+    const BiasUnit unit = bias_unit(p.bias_factor);
+    // Loads the words of a tile before its products, which take all that shared memory gives.
+    const auto load_bias = [&](u32 (&words)[kPWords], bool rightmost) {
+      load_bias_words(words, kv.bias_tile());
+      if constexpr (kBiasByProducts) {
+        if ((kHasLeft || kHasRight) && walk.masked(band_of(p), rightmost))
+          clear_pairs_of_hidden_keys(words, visible, scores.first_key());
+        begin_scores(S, words, unit);
+      }
+    };
     const auto hide_by_bias = [&] {  // before the softmax looks for a new maximum
       if constexpr (kBiasInRegisters) {
         // Addresses that are kept for this would take registers of the loop.
@@ -88,7 +98,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
       do {  // for each run of tiles that the strip sees; without a map there is one
         // The rightmost tile: S = Q K^T, and P = exp(S - max).
         kv.wait_k();
-        if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
+        if constexpr (kBiasInRegisters) load_bias(bias_words, true);
         wgmma_fence();
         issue_scores(S, q, kv.k_operand());
         if (kOThroughQ) release_previous_q();
@@ -120,8 +130,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
           means.enter(p, rows, walk.tile);
           kv.wait_v();
           kv.wait_k();
-          // Before the products, which take all that shared memory gives.
-          if constexpr (kBiasInP) load_bias_words(P, kv.bias_tile());
+          if constexpr (kBiasInP) load_bias(P, false);
           register_fence(O);
           wgmma_fence();
           issue_scores(S, q, kv.k_operand());
@@ -163,7 +172,7 @@ __device__ __forceinline__ void consume(const ForwardParams& p, u32 smem) {
               means.enter(p, rows, walk.tile);
               kv.wait_v();
               kv.wait_k();
-              if constexpr (kBiasInRegisters) load_bias_words(bias_words, kv.bias_tile());
+              if constexpr (kBiasInRegisters) load_bias(bias_words, false);
               load_next_tile(kv);
               if (kMaskBits && masked_by) {
                 mask_words.load(kv.bias_tile(), masked_by);

@@ -28,6 +28,7 @@
 //   kBias           1 + the element type of a dense bias; 0: there is none
 //   kBiasRows       1: each query has a row of it; 0: all have the same
 //                   three consumers have a bias of 16 bits in registers: not packed, no kSeqUsedQ, no kDropout
+//   kBiasTerms      1 or 2: products add the bias, which has kBias of bf16 (attention/bias_products.cuh); 0: they do not
 //   kMaskBits       1: it is a bool mask that comes as bits (attention/mask_bits.cuh), with a map of its tiles
 //   kHasSinks       1: sinks[head] joins the softmax of a row (attention/sinks.cuh)
 //   kPacked         1: packed variable length, cu_seqlens_q

@@ -11,7 +11,7 @@
 // column. `bias`: the tile of a dense bias in shared memory; kBiasInRegisters: `words` of it.
 __device__ __forceinline__ void transform_scores(const ForwardParams& p, float (&S)[kBlockKeys / 2], u32 view,
                                                  const KeyWalk& walk, int key, u32 bias, const u32 (&words)[kPWords]) {
-  if constexpr (kMapsTiles && kScoreMode == 0 && kBiasTile == 0) return;
+  if constexpr (kBiasByProducts || (kMapsTiles && kScoreMode == 0 && kBiasTile == 0)) return;
   ScoreHead head = {};
   int row = int(warp_row() + thread_row());
   const int diagonal = walk.diagonal + row;
