@@ -114,7 +114,8 @@ void rising_scores(Workload& w, bool to_the_left) {
 
 TEST_P(Adversarial, RisingScores) {
   for (Case c : {Case{.sq = 130, .sk = 700}, Case{.sq = 130, .sk = 700, .mask = causal()},
-                 Case{.sq = 3, .sk = 2000, .d = 128, .dv = 128}}) {
+                 Case{.sq = 3, .sk = 2000, .d = 128, .dv = 128},
+                 Case{.sq = 16, .sk = 700, .hq = 8, .mask = causal()}}) {
     for (const DType dtype : kDtypes) {
       c.dtype = dtype;
       SCOPED_TRACE(c.name());

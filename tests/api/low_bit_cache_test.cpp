@@ -624,6 +624,32 @@ TEST_P(LowBitCaches, ManyRowsOfAHead) {
   }
 }
 
+// Large scores, so that the maximum of a row moves again and again, by keys anywhere in a tile.
+TEST_P(LowBitCaches, ManyRowsOfLargeScores) {
+  const int count = draws(3);
+  for (int draw = 0; draw < count; ++draw) {
+    Case c;
+    c.sq = 16;
+    c.sk = 700;
+    c.hk = 2;
+    c.hq = c.hk * one_of<int64_t>({4, 8});
+    c.d = c.dv = one_of<int64_t>({64, 128});
+    c.mask = causal();
+    c.seqused = true;
+    const CachedCall::Keys keys = keys_of(one_of({DType::kE4M3, DType::kInt8, DType::kInt4}));
+    SCOPED_TRACE(testing::Message() << "seed " << test_seed() << " " << c.name() << " " << keys);
+    CachedCall call(c, DType::kBF16, random_());
+    call.set_k(keys);
+    call.set_v(keys);
+    call.w.options.scale = one_of({0.5, 2.0});
+    call.w.seal();
+    const Expected e = expect_forward(call.w);
+    if (!computes([&] { call.run(engine()); })) continue;
+    EXPECT_TRUE(call.is_right(e));
+    if (HasFailure()) return;
+  }
+}
+
 // Zero points are rounded, not sums of zero points and what codes are stored with: all columns of a
 // key have that error.
 TEST_P(LowBitCaches, ZeroPointsAreRoundedAlone) {

@@ -38,49 +38,63 @@ __device__ __forceinline__ void sum_words(const u32 (&P)[kPWords], float& sum0, 
   sum1 = ElementP::low(row1) + ElementP::high(row1);
 }
 
+// What waits for nothing.
+struct Nothing {
+  __device__ __forceinline__ void operator()() const {}
+};
+
 // P = exp2(c * S + shift), and its sums. `exact`: P is 1 at the maximum, however large that is, since c * S is rounded
 // as it was for the shift. Otherwise it takes an instruction less, and its error for scores beyond 2^24 shows in the
-// sums. Returns the sum that kSumLimit bounds.
-template <bool exact, int scores, int words>
+// sums. Returns the sum that kSumLimit bounds. With `ahead` products may read P until `wait_for_p` returns, which is
+// called once the exponentials of so many scores are there; P is not written where these alone exceed the limit.
+template <bool exact, int ahead = 0, int scores, int words, class WaitForP = Nothing>
 __device__ __forceinline__ float exponentials(const float (&S)[scores], u32 (&P)[words], float c, float shift0,
-                                             float shift1, float& sum0, float& sum1) {
-  const auto exponential = [c](float s, float shift) {
-    return exp2_fast(exact ? __fadd_rn(__fmul_rn(s, c), shift) : __fmaf_rn(s, c, shift));
+                                             float shift1, float& sum0, float& sum1, const WaitForP& wait_for_p = {}) {
+  float x[scores], sums[4];  // four short sums
+  const auto compute_four = [&](int i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float shift = j < 2 ? shift0 : shift1;
+      x[i + j] = exp2_fast(exact ? __fadd_rn(__fmul_rn(S[i + j], c), shift) : __fmaf_rn(S[i + j], c, shift));
+    }
+#pragma unroll
+    for (int j = 0; !kSumsWords && j < 4; ++j) sums[j] = i == 0 ? x[j] : sums[j] + x[i + j];
   };
-  float a0, a1, b0, b1;  // four short sums
-  float before[4];       // of e4m3: the word of 16 keys holds two of each 8
+  if constexpr (ahead > 0) {
+    static_assert(!kSumsWords);
+#pragma unroll
+    for (int i = 0; i < ahead; i += 4) compute_four(i);
+    // The branch has the compiler compute them before it waits.
+    const bool exceeds = !(sums[0] + sums[1] + (sums[2] + sums[3]) <= float(kSumLimit));
+    if (__any_sync(0xffffffff, exceeds)) {
+      wait_for_p();
+      return infinity();
+    }
+    wait_for_p();
+  }
 #pragma unroll
   for (int i = 0; i < scores; i += 4) {
-    const float p0 = exponential(S[i], shift0);
-    const float p1 = exponential(S[i + 1], shift0);
-    const float p2 = exponential(S[i + 2], shift1);
-    const float p3 = exponential(S[i + 3], shift1);
-    if constexpr (!kSumsWords) {
-      a0 = i == 0 ? p0 : a0 + p0;
-      a1 = i == 0 ? p1 : a1 + p1;
-      b0 = i == 0 ? p2 : b0 + p2;
-      b1 = i == 0 ? p3 : b1 + p3;
-    }
+    if (i >= ahead) compute_four(i);
+    const float* const p = x + i;
     if constexpr (ElementP::kType == kF32) {
-      P[i] = __float_as_uint(p0), P[i + 1] = __float_as_uint(p2);  // as pack_words
-      P[i + 2] = __float_as_uint(p1), P[i + 3] = __float_as_uint(p3);
+      P[i] = __float_as_uint(p[0]), P[i + 1] = __float_as_uint(p[2]);  // as pack_words
+      P[i + 2] = __float_as_uint(p[1]), P[i + 3] = __float_as_uint(p[3]);
     } else if constexpr (ElementP::kType != kE4M3) {
-      P[i / 2] = ElementP::pack(p0, p1);
-      P[i / 2 + 1] = ElementP::pack(p2, p3);
-    } else if (i % 8 == 0) {
-      before[0] = p0, before[1] = p1, before[2] = p2, before[3] = p3;
-    } else {
-      P[i / 4 - 1] = pack_e4m3(before[0], before[1], p0, p1);
-      P[i / 4] = pack_e4m3(before[2], before[3], p2, p3);
+      P[i / 2] = ElementP::pack(p[0], p[1]);
+      P[i / 2 + 1] = ElementP::pack(p[2], p[3]);
+    } else if (i % 8 > 0) {  // a word of 16 keys holds two of each 8
+      P[i / 4 - 1] = pack_e4m3(p[-4], p[-3], p[0], p[1]);
+      P[i / 4] = pack_e4m3(p[-2], p[-1], p[2], p[3]);
     }
   }
   if constexpr (kSumsWords) {
     sum_words(P, sum0, sum1);
   } else {
-    sum0 = a0 + a1;
-    sum1 = b0 + b1;
+    sum0 = sums[0] + sums[1];
+    sum1 = sums[2] + sums[3];
   }
-  if constexpr (ElementP::kType == kE4M3) return max_or_nan(max_or_nan(a0, a1), max_or_nan(b0, b1));
+  if constexpr (ElementP::kType == kE4M3)
+    return max_or_nan(max_or_nan(sums[0], sums[1]), max_or_nan(sums[2], sums[3]));
   return sum0 + sum1;
 }
 
@@ -109,21 +123,25 @@ __device__ __forceinline__ void rescale(float (&O)[count], Rows& rows, float max
 
 // P is exact for any shift, as long as nothing overflows, so the maximum in use may be an older one. No new one is
 // computed until the sum of some row of the warp exceeds kSumLimit. Those of rows without a key so far (shift = +inf)
-// and of non-finite scores always do. `wait_for_o` waits for products that add to O, before O is rescaled.
-template <bool first, int count, class WaitForO>
+// and of non-finite scores always do. `wait_for_o` waits for products that add to O, before O is rescaled; with `ahead`
+// these read P as well, and are waited for before P is written (`exponentials`).
+template <bool first, int ahead = 0, int count, class WaitForO>
 __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float (&O)[count],
                                              Rows& rows, float c, const WaitForO& wait_for_o) {
   float sum0, sum1;
   if (!first) {
-    const bool settled =
-        exponentials<false>(S, P, c, rows.shift[0], rows.shift[1], sum0, sum1) <= float(kSumLimit);
+    const auto wait_for_p = [&] {
+      if (ahead > 0) wait_for_o();
+    };
+    const bool settled = exponentials<false, ahead>(S, P, c, rows.shift[0], rows.shift[1], sum0, sum1, wait_for_p) <=
+                         float(kSumLimit);
     if (!__any_sync(0xffffffff, !settled)) {  // __all_sync(settled) takes more registers
       rows.sum[0] += sum0;
       rows.sum[1] += sum1;
       return;
     }
   }
-  wait_for_o();
+  if (ahead == 0) wait_for_o();
   float max0 = S[0];
   float max1 = S[2];
 #pragma unroll
@@ -143,7 +161,7 @@ __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u
 template <bool first, int count>
 __device__ __forceinline__ void softmax_step(const float (&S)[kBlockKeys / 2], u32 (&P)[kPWords], float (&O)[count],
                                              Rows& rows, float c) {
-  softmax_step<first>(S, P, O, rows, c, [] {});
+  softmax_step<first>(S, P, O, rows, c, Nothing{});
 }
 
 // The factor of a row of O at the end: 1 / sum, or 0 for a row without keys.

@@ -33,6 +33,10 @@ enum : int {
   kComputeRegisters = ((kCtaWarps == 16 ? 512 : 504) - kLoadGroups * kLoadRegisters) / kComputeGroups,
 };
 
+// So many scores of a thread become exponentials while O += P V of the tile before still runs. Smaller tiles gain
+// nothing from that, and more columns of O or factors of V leave no registers for it.
+enum : int { kScoresAhead = kBlockKeys == 128 && kValueDim <= 64 && !kVFactors ? 16 : 0 };
+
 // Scores of 16-bit Q and K are products as they are.
 struct NoFactors {
   __device__ __forceinline__ NoFactors(const DecodeParams&, const WorkTile&, int) {}
@@ -108,6 +112,7 @@ class Products {
   }
 
   // Computes S of the next tile, and O += P V of the tile before, unless the next tile is the `first` of its work tile.
+  // With kScoresAhead O += P V still runs, until wait_for_o.
   __device__ __forceinline__ void scores(bool first, float (&S)[kBlockKeys / 2], float (&O)[kValueDim / 2],
                                          u32 (&P)[kBlockKeys / 4], u32 q, ScoreFactors& factors) {
     const KeysAndValues tile = tiles_.keys_and_values(first);
@@ -119,12 +124,21 @@ class Products {
     if (!first) issue_values(O, P, tile.v);
     if (kAlternates) pass();
     factors.load_shared_factors(tiles_.shared_key_factors());
-    wgmma_wait<0>();
+    if (first || kScoresAhead == 0)
+      wgmma_wait<0>();
+    else
+      wgmma_wait<1>();
     register_fence(S);
-    register_fence(O);
+    if (kScoresAhead == 0) register_fence(O);
     factors.multiply_keys(S, tiles_.key_factors());
     tiles_.release_keys();
-    if (!first) tiles_.release_values();
+    if (!first && kScoresAhead == 0) tiles_.release_values();
+  }
+  // Waits for O += P V, and releases that V.
+  __device__ __forceinline__ void wait_for_o(float (&O)[kValueDim / 2]) {
+    wgmma_wait<0>();
+    register_fence(O);
+    tiles_.release_values();
   }
   // V of the tile whose S was computed last.
   __device__ __forceinline__ ValueTile values() const { return {tiles_.values(), tiles_.value_factors()}; }
@@ -137,9 +151,7 @@ class Products {
     register_fence(P);
     wgmma_fence();
     issue_values(O, P, v);
-    wgmma_wait<0>();
-    register_fence(O);
-    tiles_.release_values();
+    wait_for_o(O);
   }
 
  private:
@@ -189,7 +201,9 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
       if constexpr (kVFactors)
         scaled_softmax_step(S, P, O, rows, scale, products.value_factors(), products.shared_value_factors());
       else
-        softmax_step<false>(S, P, O, rows, c);
+        softmax_step<false, kScoresAhead>(S, P, O, rows, c, [&] {
+          if (!first && kScoresAhead > 0) products.wait_for_o(O);
+        });
       if (kHidesKeys && masked) add_hidden_non_finite(p, O, mask, hidden, key_tile, products.values(), saved, sync);
     };
     int key_tile = tile.begin + warp_group;
