@@ -807,7 +807,7 @@ std::vector<Wanted> portable_kernels(const std::vector<Problem>& problems, const
         }
       }
     }
-    EXPECT_GT(reachable.size(), 100u) << target.name();
+    EXPECT_GT(reachable.size(), 10u) << target.name();  // few of wide heads fit 64 KB
     for (const KernelRequest& request : enough_of(reachable))
       kernels.push_back({request, target, shared_bytes.at(name(request))});
   }
