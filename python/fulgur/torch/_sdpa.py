@@ -6,7 +6,7 @@ heads, seqlen, dim)``. While it is active, those are computed by fulgur, on CUDA
 there, calls in float64, of more than 512 columns and with a mask that wants a gradient stay with PyTorch's kernel.
 With attn_mask, in float32 and above 256 columns, PyTorch asks on CUDA for memory-efficient attention: fulgur computes
 these calls, too, and the gradient of the mask, in float16 and bfloat16 of at most 512 columns (with dropout 256) and in
-float32 of at most 224.
+float32 of at most 224; on GPUs of compute capability 7.5 of at most 256 and 128.
 """
 
 from functools import partial
@@ -26,9 +26,10 @@ _NAMES = {
     "window_right": "window_size_right",
 }  # fmt: skip
 _ON_CPU = "_scaled_dot_product_flash_attention_for_cpu"
-# The columns of calls of memory-efficient attention that every GPU computes, gradients too; of calls with dropout, and of
-# those that may be flash attention's.
+# The columns of calls of memory-efficient attention that every GPU from compute capability 8.0 on computes, gradients
+# too; those of 7.5; and those of calls with dropout and of calls that may be flash attention's.
 _COLUMNS = {torch.float16: 512, torch.bfloat16: 512, torch.float32: 224}
+_COLUMNS_OF_TURING = {torch.float16: 256, torch.bfloat16: 256, torch.float32: 128}
 _NARROW = 256
 _EFFICIENT = "_scaled_dot_product_efficient_attention"
 
@@ -123,7 +124,9 @@ def _is_efficients(query, value, attn_bias, dropout_p):
     columns = max(query.shape[-1], value.shape[-1])
     may_be_flash = attn_bias is None and query.dtype != torch.float32 and columns <= _NARROW
     drops = dropout_p > 0 and columns > _NARROW
-    return may_be_flash or drops or columns > _COLUMNS.get(query.dtype, 0)
+    is_turing = query.is_cuda and torch.cuda.get_device_capability(query.device) < (8, 0)
+    columns_of = _COLUMNS_OF_TURING if is_turing else _COLUMNS
+    return may_be_flash or drops or columns > columns_of.get(query.dtype, 0)
 
 
 def _efficient_forward(
