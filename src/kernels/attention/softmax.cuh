@@ -60,8 +60,8 @@ __device__ __forceinline__ float exponentials(const float (&S)[scores], u32 (&P)
 #pragma unroll
     for (int j = 0; !kSumsWords && j < 4; ++j) sums[j] = i == 0 ? x[j] : sums[j] + x[i + j];
   };
+  static_assert(ahead == 0 || !kSumsWords);
   if constexpr (ahead > 0) {
-    static_assert(!kSumsWords);
 #pragma unroll
     for (int i = 0; i < ahead; i += 4) compute_four(i);
     // The branch has the compiler compute them before it waits.
