@@ -25,8 +25,8 @@ constexpr double kProductFlops = 3420;    ///< of one SM, by wgmma
 constexpr double kWideFlops = 2800;       ///< likewise, of wide heads
 constexpr double kWarpProducts = 0.5;  ///< of the rate of mma.sync, where loads wait for products
 constexpr double kSmCodes = 18;        ///< that one SM converts, for wgmma
-constexpr double kSmWideCodes = 9.3;   ///< likewise, of heads of more than 128 columns
-constexpr double kKeyOfCodes = 9.5;    ///< besides, for each key of others
+constexpr double kSmCodesAbove128 = 9.3;    ///< likewise, of heads of more than 128 columns
+constexpr double kKeyOfCodes = 9.5;         ///< besides, for each key of others
 constexpr double kShortConversion = 0.8;    ///< of that time, where codes are only converted
 constexpr double kManyRows = 1.3;           ///< of that time, with tiles of 128 rows
 constexpr double kSmCodesInRegisters = 17;  ///< likewise, and multiplies, in registers
@@ -123,8 +123,8 @@ class DecodeCost {
   /// Cycles that warps of one SM take to convert a key.
   double converting() const {
     const double columns = plan_.head_dim + plan_.value_dim;
-    const bool wide = std::max(plan_.head_dim, plan_.value_dim) > 128;
-    const double cycles = wide ? columns / kSmWideCodes : kKeyOfCodes + columns / kSmCodes;
+    const bool above_128 = std::max(plan_.head_dim, plan_.value_dim) > 128;
+    const double cycles = above_128 ? columns / kSmCodesAbove128 : kKeyOfCodes + columns / kSmCodes;
     return cycles * (plan_.converts_long() ? 1 : kShortConversion) *
            (plan_.block_rows() > 64 ? kManyRows : 1);
   }

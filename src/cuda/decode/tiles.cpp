@@ -76,8 +76,8 @@ int heads_together(const DecodePlan& plan, const Problem& p) {
   const bool zero_points = plan.k_zero_point || plan.v_zero_point;
   const bool blocks =
       kernels::is_block(element_of(p.dtypes.k)) && kernels::is_block(element_of(p.dtypes.v));
-  // One head is faster where heads are wide and scales take long, and where lanes would have to
-  // find the scales of small pages, or zero points of any pages.
+  // One head is faster where it has more than 128 columns and scales take long, and where lanes
+  // would have to find the scales of small pages, or zero points of any pages.
   if (std::max(plan.head_dim, plan.value_dim) > 128 &&
       ((!blocks && !zero_points) || rows_of_kv_head(p) > 8))
     return 1;
@@ -224,7 +224,8 @@ void set_buffers_of_codes(DecodePlan& plan, const Problem& p, const Card& card) 
     plan.shared_bytes = kernels::decode_layout(decode_tile(plan)).bytes;
     return plan.shared_bytes <= card.shared_bytes;
   };
-  // With twice as many warps that convert, registers suffice for one warp group of wide heads.
+  // With twice as many warps that convert, registers suffice for one warp group of more than 128
+  // columns.
   plan.warp_groups = dim > 128 && !few ? 1 : kMaxWarps / plan.warps_per_group;
   if (plan.warp_groups == 1 && dim > 128) plan.block_keys = 64;
   for (;;) {
@@ -439,8 +440,9 @@ std::vector<DecodePlan> tiles_of(const DecodePlan& common, const Problem& p, con
   if (rows <= 16 && common.page > 0 && dim <= 128) add(1, 2);
   if (common.has_codes()) {
     // Of more than 16 rows, warpgroups or warps that load convert codes of both K and V, for as
-    // many rows as 128 where registers suffice: up to 128 columns. Few rows of wide heads meet
-    // codes of 8 bits with one scale faster on the warp path than where warps convert that load.
+    // many rows as 128 where registers suffice: up to 128 columns. With more columns, few rows
+    // meet codes of 8 bits with one scale faster on the warp path than where warps convert that
+    // load.
     const bool both = is_low_bit(common.stored.k) && is_low_bit(common.stored.v);
     const bool simple = converts_simply(common);
     if (rows > 16 && both)

@@ -70,8 +70,8 @@ __device__ __forceinline__ u32 shared_base() { return u32(__cvta_generic_to_shar
 // the warp groups have requested their first Q.
 enum : int { kTileBarrier = 1, kSoftmaxBarrier = 4, kAlternate = 8, kComputeBarrier = 10, kFirstQuery = 11 };
 
-// A barrier of a warp group, whose warps share rows of K and V, or of one of its warpgroups with columns of O of its own.
-// With kHeads each warp has rows of its own, which share 16 bytes with those of the next head if they begin in the
+// A barrier of a warp group, whose warps share rows of K and V, or of one of its warpgroups with columns of O of its
+// own. With kHeads each warp has rows of its own, which share 16 bytes with those of the next head if they begin in the
 // middle of these. The loop makes the barrier's number a constant, without which the compiler reserves all 16.
 __device__ __forceinline__ void sync_warp_group(int warp_group) {
   if constexpr (kWarpsPerGroup == 1 || (kHeads > 1 && kVPiece != kMiddle)) {

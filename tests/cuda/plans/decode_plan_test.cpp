@@ -258,7 +258,7 @@ TEST(DecodePlan, CodesComeInBoxes) {
 
 // With more rows than a warp has, warpgroups convert codes themselves, up to 32 rows, or other
 // warps do for them, more of them where that takes long. Caches of codes and floats stay on the
-// warp path, and so do few rows of wide heads in no multiples of 64 columns, if that converts fast.
+// warp path, and so do few rows of more than 128 columns, no multiple of 64, if that converts fast.
 TEST(DecodePlan, CodesOfManyRowsAreConverted) {
   const auto plan_of_codes = [](DType codes_k, DType codes_v, int64_t d, int64_t sq) {
     test::ForwardCall call =
