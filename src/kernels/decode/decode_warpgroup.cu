@@ -10,12 +10,11 @@
 #include "decode/append.cuh"
 #include "decode/codes/warpgroup/converter.cuh"
 #include "decode/codes/warpgroup/row_factors.cuh"
-#include "decode/combine.cuh"
-#include "decode/fragments.cuh"
 #include "decode/loads/warpgroup_loads.cuh"
 #include "decode/non_finite.cuh"
 #include "decode/warpgroup/products.cuh"
 #include "decode/warpgroup/queries.cuh"
+#include "decode/warpgroup/work_tiles.cuh"
 
 static_assert(kWarpgroupPath);
 
@@ -224,12 +223,7 @@ __device__ __forceinline__ void compute(const DecodeParams& p, WorkTiles& work_t
 #pragma unroll
       for (int i = 0; i < kValueDim / 2; ++i) O[i] *= rows.sum[i / 2 % 2] != 0 ? of_sequence : 1;
     }
-    if constexpr (Schedule::kFragments)
-      store_fragments(p, tile, rows, O);
-    else if constexpr (kWarpGroups > 1)
-      combine_warp_groups(p, tile, WarpResult{rows, O});
-    else
-      store_warp_group(p, tile, rows, O);
+    store_work_tile(p, tile, rows, O);
     more = end_work_tile(p, work_tiles);
   }
 }
@@ -252,16 +246,10 @@ extern "C" __global__ void __launch_bounds__(kCtaThreads, kResidents)
     QueryBuffer::init(smem, 32 * kQueryWarps, kComputeWarps);
     fence_mbarrier_init();
   }
-  if (kBoxKeys > 0 && threadIdx.x == 32 * kComputeWarps) {
-    tma_prefetch_map(&p.k_map);
-    tma_prefetch_map(&p.v_map);
-  }
+  prefetch_maps(p);
   WorkTiles work_tiles;
-  bool more = true;
-  if (!work_tiles.first(p)) {
-    if (!Schedule::kCombinesAtEnd && !kUnreadRows) return;
-    more = false;
-  }
+  bool more;
+  if (!work_tiles.first(p, more)) return;
   const int warp = uniform(threadIdx.x / 32);
   const auto buffers_of = [&](int warp_group) {
     return smem + (kWarpGroups > 1 ? warp_group * kLayout.group_bytes : 0);

@@ -30,6 +30,11 @@ struct alignas(16) WorkTiles {
   Schedule schedule;
 
   __device__ __forceinline__ bool first(const DecodeParams& p) { return schedule.first(p, tile); }
+  // The same, if there are `more`. Returns whether the CTA has something to do, be it without a work tile.
+  __device__ __forceinline__ bool first(const DecodeParams& p, bool& more) {
+    more = first(p);
+    return more || Schedule::kCombinesAtEnd || kUnreadRows;
+  }
   __device__ __forceinline__ bool next(const DecodeParams& p, bool ahead = false) {
     return schedule.next(p, tile, ahead);
   }
