@@ -6,6 +6,7 @@
 #include <cmath>
 #include <limits>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -119,6 +120,26 @@ TEST_P(Latent, PoisonInHiddenKeys) {
       for (int64_t i = 0; i < c.d; i += 3)
         keys[static_cast<size_t>((b * c.sk + c.sk - 2) * c.d + i)] = poison;
     write(w.forward.k, keys);
+    expect_right(w);
+  }
+}
+
+// Scores that rise or fall by much from one tile of 64 keys to the next, so that the shift of the
+// softmax moves in each tile or in none, over an even and an odd number of tiles.
+TEST_P(Latent, ScoresOfDifferentTilesDiffer) {
+  for (const auto& [sk, step, apart] : {std::tuple{int64_t{320}, 1.0, false},
+                                        {int64_t{384}, 1.0, true},
+                                        {int64_t{320}, -1.0, false}}) {
+    Case c{.dtype = DType::kBF16, .sq = 1, .sk = sk, .hq = 70, .d = 576, .dv = 512};
+    SCOPED_TRACE(c.name() + (step > 0 ? " rising" : " falling"));
+    Workload w(c, c.seed());
+    std::vector<double> keys = read(w.forward.k), queries = read(w.forward.q);
+    for (int64_t i = 0; i < sk; ++i)  // 36 more or less from tile to tile
+      keys[static_cast<size_t>(i * c.d)] = 4 + step * static_cast<double>(i / 64);
+    for (int64_t h = 0; h < c.hq; ++h) queries[static_cast<size_t>(h * c.d)] = 36 * 24;
+    write(w.forward.k, keys);
+    write(w.forward.q, queries);
+    if (!apart) w.forward.v = first_columns(w.forward.k, c.dv);
     expect_right(w);
   }
 }

@@ -124,6 +124,10 @@ FULGUR_SHARED int tile_bytes(Element stored, int dim, int keys, int piece, int h
 FULGUR_SHARED int wide_panels(const DecodeTile& tile) {
   return max_of(panels_of(tile.types.k, tile.head_dim), panels_of(tile.types.v, tile.value_dim));
 }
+// Those of a buffer for it: P of the tile takes the panel after V, where K has been read.
+FULGUR_SHARED int wide_buffer_panels(const DecodeTile& tile) {
+  return max_of(panels_of(tile.types.k, tile.head_dim), panels_of(tile.types.v, tile.value_dim) + 1);
+}
 
 // Warps of a CTA.
 FULGUR_SHARED int decode_warps(const DecodeTile& tile) {
@@ -164,9 +168,10 @@ struct DecodeLayout {
   int code_full;                         // [K, V][warp that converts][code stage]: barriers of boxes of codes
   int k_factors, v_factors;              // [stage][key]: what scales the scores of a key, and its P
   int shared_factors;                    // [K, V][stage][warp that converts]: those that its keys share
-  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together; k_full of
-                                         // warpgroups with different columns of O: [stage][panel]
-  int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared
+  int k_full, k_empty, v_full, v_empty;  // [stage]: barriers of a warpgroup path, and of heads together; of warpgroups
+                                         // with different columns of O: k_full[stage][panel], k_empty[stage][warpgroup]
+  int v_tail;                            // a barrier: the last V of a sequence is there, and its tail may be cleared; of
+                                         // warpgroups with different columns of O: [warpgroup]
   int group_bytes;                       // from one warp group's buffers to the next one's
   int q;                                 // [panel][row][64 columns], swizzled
   int q_full, q_empty;                   // barriers of Q of warpgroups
@@ -182,8 +187,8 @@ struct DecodeLayout {
   int ranks;                             // Dynamic: [kDynamicSequences]: an int for each sequence, by length
   int scan;                              // two ints a warp: sums over sequences, and the longest q block; later a flag
   int states, state_bytes;               // [warp group]: rows, votes and scales of V of one that converts codes
-  int p, p_rows, p_hidden;               // of warpgroups that share tiles: P of a tile, as threads hold it; [row]: its
-                                         // shift; [thread]: bits of its hidden scores
+  int p_rows, p_hidden, sums;            // of warpgroups that share tiles: [row]: the shift of P of a tile; [thread]:
+                                         // bits of its hidden scores; [warpgroup][row]: sums
   int bytes;
 };
 
@@ -211,7 +216,7 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.k_bytes = converts ? tile_bytes(tile.types.k, tile.head_dim, tile.block_keys, 0, 1) : stored_k_bytes;
   map.v_bytes = converts ? tile_bytes(tile.types.v, tile.value_dim, tile.block_keys, 0, 1) : stored_v_bytes;
   // Warpgroups with different columns of O have one ring, of tiles of K and of V.
-  if (tile.column_groups > 1) map.k_bytes = max_of(map.k_bytes, map.v_bytes);
+  if (tile.column_groups > 1) map.k_bytes = wide_buffer_panels(tile) * tile.block_keys * kPanelRowBytes;
   map.k = in_registers ? tile.block_keys * kPanelRowBytes : 0;  // after P
   // Boxes begin where swizzles of eight of their rows do.
   const int lines = is_warpgroup_path(tile) || tile.box_keys == 0 || tile.heads > 1
@@ -235,10 +240,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
     map.k_full = (map.v_factors + tile.v_stages * factor_bytes + 1023) / 1024 * 1024;
   }
   map.k_empty = map.k_full + 8 * tile.k_stages * (tile.column_groups > 1 ? wide_panels(tile) : 1);
-  map.v_full = map.k_empty + 8 * tile.k_stages;
+  map.v_full = map.k_empty + 8 * tile.k_stages * tile.column_groups;
   map.v_empty = map.v_full + 8 * tile.v_stages;
   map.v_tail = map.v_empty + 8 * tile.v_stages;
-  map.code_full = map.v_tail + 8;
+  map.code_full = map.v_tail + 8 * tile.column_groups;
   map.shared_factors = map.k_full + 448;
   const bool has_barriers = is_warpgroup_path(tile) || tile.heads > 1;
   map.group_bytes = in_registers   ? (map.v_tail + 8 + 1023) / 1024 * 1024
@@ -271,11 +276,10 @@ FULGUR_SHARED DecodeLayout decode_layout(const DecodeTile& tile) {
   map.scan = map.ranks + kDynamicSequences * 4;
   map.bytes = map.scan + decode_warps(tile) * 8;
   if (tile.column_groups > 1) {
-    const int p_bytes = rows * tile.block_keys * bytes_of(tile.types.v);
-    map.p = (map.bytes + 15) / 16 * 16;
-    map.bytes = map.p + p_bytes;
-    map.p_rows = map.k_full + 256;  // 1024 bytes have barriers, and room for these
+    map.p_rows = map.bytes;
     map.p_hidden = map.p_rows + rows * 4;
+    map.sums = map.p_hidden + kWarpgroupWarps * 32 * 4;
+    map.bytes = map.sums + tile.column_groups * rows * 4;
   }
   if (in_registers) {
     map.states = (map.bytes + 127) / 128 * 128;

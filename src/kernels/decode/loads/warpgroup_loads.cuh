@@ -155,12 +155,13 @@ __device__ __forceinline__ void load_keys_by_boxes(const DecodeParams& p, BoxLoa
   }
 }
 
-// Clears V in a tile from row `valid` on, by a warp, once its boxes have arrived at the barrier `tail`.
+// Clears panels of V in a tile from row `valid` on, by a warp, once their boxes have arrived at the barrier `tail`.
+template <int panels>
 __device__ __forceinline__ void clear_values(u32 values, int valid, u32 tail, u32& tail_parity) {
   mbarrier_wait(tail, tail_parity);
   tail_parity ^= 1;
 #pragma unroll 1
-  for (int panel = 0; panel < kVPanels; ++panel)
+  for (int panel = 0; panel < panels; ++panel)
     for (int at = valid * 128 + 16 * int(threadIdx.x % 32); at < kPanelBytes; at += 512)
       store_shared_zero16(values + panel * kPanelBytes + at);
   fence_async_proxy();
@@ -183,7 +184,7 @@ __device__ __forceinline__ void load_values_by_boxes(const DecodeParams& p, BoxL
     const bool clear = (kPackedK || kSeqUsedK || kPage > 0) && valid < kBlockKeys;
     load.copy(p.v_map, values.address(), clear ? tail : values.full());
     if (clear) {
-      clear_values(values.address(), valid, tail, tail_parity);
+      clear_values<kVPanels>(values.address(), valid, tail, tail_parity);
       if (threadIdx.x % 32 == 0) mbarrier_arrive(values.full());
     }
     values.advance();
