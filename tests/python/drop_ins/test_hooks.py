@@ -127,7 +127,7 @@ class TestSdpa:
         assert dbias is None
 
     def test_what_stays_with_efficient_attention(self):
-        """Calls of 16 bits without a mask, in float64, and of more columns than every GPU computes, with dropout too."""
+        """Calls of 16 bits without a mask, in float64, and of more columns than GPUs compute, with dropout too."""
         torchs = lambda *x, **_: ("PyTorch", len(x))  # noqa: E731
         q, k, v = make(*[(2, 4, 9, 16)] * 3, dtype=torch.bfloat16, grad=False)
         mask, wide = torch.zeros(2, 4, 9, 9), torch.zeros(2, 4, 9, 520, dtype=torch.bfloat16)
