@@ -44,18 +44,22 @@ WideBackwardExecutable::WideBackwardExecutable(const Problem& problem, Gpu& gpu,
                              workspace_of(problem, plan), std::size(kInputs), /*p_log2=*/0,
                              /*rounds=*/false,
                              bias_gradient_kernel(plan, plan, plan.whole_columns)),
-      plan_(plan),
       at_(workspace_of(problem, plan)) {
   if (at_.end == 0) return;
-  params_.key_blocks = plan_.key_blocks;
-  params_.row_blocks = plan_.row_blocks;
+  params_.key_blocks = plan.key_blocks;
+  params_.row_blocks = plan.row_blocks;
   for (size_t i = 0; i < inputs_.size(); ++i)
     params_.*kInputs[i] = strided(inputs_[i].shape.strides);
-  for (const WideGradient of : plan_.gradients())
-    gradients_[static_cast<size_t>(of)] = gpu.kernel(gradient_kernel(plan_.key_of(of))).function;
-  if (plan_.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan_)).function;
-  if (plan_.repairs()) repair_ = gpu.kernel(repair_kernel(plan_)).function;
-  tensor_gradients_ = ExpressionGradients(problem, key_of_tiles(plan_, plan_.whole_columns), gpu);
+  for (const WideGradient of : plan.gradients()) {
+    const WideBackwardKey key = plan.key_of(of);
+    const auto ctas = static_cast<int>(plan.ctas_of(of));
+    if (ctas == 0) continue;
+    gradients_.push_back(
+        {gpu.kernel(gradient_kernel(key)).function, ctas, key.threads(), key.layout().bytes});
+  }
+  if (plan.reduces()) reduce_ = gpu.kernel(reduce_kernel(plan)).function;
+  if (plan.repairs()) repair_ = gpu.kernel(repair_kernel(plan)).function;
+  tensor_gradients_ = ExpressionGradients(problem, key_of_tiles(plan, plan.whole_columns), gpu);
 }
 
 void WideBackwardExecutable::launch(const BackwardArgs& args, const Run& run,
@@ -66,12 +70,9 @@ void WideBackwardExecutable::launch(const BackwardArgs& args, const Run& run,
     (p.*kInputs[i]).data = inputs_[i].data(args, workspace);
   launch_map(stream, workspace, p);
   row_kernels_.launch_first(stream, p);
-  for (const WideGradient of : plan_.gradients()) {
-    const auto ctas = static_cast<int>(plan_.ctas_of(of));
-    if (ctas == 0) continue;
-    const WideBackwardKey key = plan_.key_of(of);
-    cuda::launch(stream, gradients_[static_cast<size_t>(of)], &p, {ctas}, key.threads(),
-                 key.layout().bytes, "launching the backward kernel of wide heads");
+  for (const GradientLaunch& of : gradients_) {
+    cuda::launch(stream, of.kernel, &p, {of.ctas}, of.threads, of.shared_bytes,
+                 "launching the backward kernel of wide heads");
   }
   if (reduce_ != nullptr) launch_reduce(stream, reduce_, p, gpu_.sms());
   if (repair_ != nullptr) {

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <array>
 #include <vector>
 
 #include "cuda/portable/expression_gradients.h"
@@ -21,10 +20,15 @@ class WideBackwardExecutable final : public BackwardPassExecutable {
  private:
   void launch(const BackwardArgs& args, const Run& run, char* workspace) const override;
 
-  WideBackwardPlan plan_;
+  /// The kernel of a gradient, and its launch.
+  struct GradientLaunch {
+    CUfunction kernel;
+    int ctas, threads, shared_bytes;
+  };
+
   WideBackwardWorkspace at_;
   ExpressionGradients tensor_gradients_;
-  std::array<CUfunction, 3> gradients_{};  ///< by WideGradient
+  std::vector<GradientLaunch> gradients_;
   CUfunction reduce_ = nullptr, repair_ = nullptr;
 };
 
